@@ -1,0 +1,38 @@
+"""Disaggregated LLM serving: prefill and decode in separate processes, the KV cache handed over, one command.
+
+The map, in the order a request meets the modules.
+
+Before any request:
+    cli         arguments; ``chat`` is the conversation in a terminal, ``status`` the table of a running server's workers
+    settings    TOML, environment and flags become one frozen ``config``, with the origin of each value
+    serve       the composition root: builds every part below and runs them in one task group
+    log         structured lines on stderr, from the parent and the workers
+    model       finds the model's files and reads what the parent needs of them
+    supervisor  watches the workers and restarts them under a new epoch; ``launcher`` starts their processes
+    worker      one engine on one device, its role a policy of its scheduler; ``worker_process`` is its process
+    pairs       which prefill worker can hand over to which decode worker; ``probe`` proves that bytes arrive, and how fast
+
+A request, in the parent:
+    api         HTTP: validates everything, answers with JSON or a stream of events
+    text        renders the chat template and tokenises, once; later detokenises and cuts stop strings
+    request     what was asked, and the table of states it passes
+    router      admits it, chooses a prefill and a decode worker, keeps its tokens in case one of them dies
+    stream      its tokens on their way back to ``api``, its end, and the way to give it up
+    messages    what crosses between parent and worker; ``channel`` carries it in frames over a socket
+
+In the workers:
+    decode      reserves blocks first, later continues from the second token on
+    prefill     computes the prompt chunk by chunk, samples the first token, pushes finished blocks
+    engine      the model, its scheduler, block pool, prefix cache and sampling; the only place with torch
+    kernels     (the folder kernels/) what the engine runs where plain torch is too slow
+    kv          the shape of a block, the fingerprint that peers compare, the digests of the prefix cache
+    handoff     everything that moves a request's KV: protocol, plan, transports
+
+And all along:
+    metrics     counters and stage histograms
+    errors      what can go wrong, and whose fault it is
+"""
+
+from importlib.metadata import version
+
+__version__ = version("disagg")

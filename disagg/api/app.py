@@ -1,0 +1,86 @@
+"""The aiohttp application: routes, and the one middleware that every request passes.
+
+Run it with ``handler_cancellation=True`` (aiohttp's default is False outside its test tools), so that a client that leaves
+cancels its handler, and with a keep-alive longer than client pools hold an idle connection (90 s).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+
+import structlog
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from disagg.api import health, models
+from disagg.api.chat import chat_completions
+from disagg.api.completions import completions
+from disagg.api.errors import Failure, failure_of, http_failure
+from disagg.api.services import ARRIVED, REQUEST_ID, SERVICES, Metrics, Services
+from disagg.errors import DisaggError
+
+__all__ = ["Metrics", "Services", "build_app"]
+
+log = structlog.get_logger(__name__)
+
+_CLIENT_LEFT = 499  # nginx's code, for metrics only: nobody is there to read it
+_PLAIN_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def build_app(services: Services) -> web.Application:
+    app = web.Application(client_max_size=services.config.max_body_bytes, middlewares=[_surface])
+    app[SERVICES] = services
+    app.on_response_prepare.append(_add_request_id)
+    app.add_routes(
+        [
+            web.post("/v1/completions", completions),
+            web.post("/v1/chat/completions", chat_completions),
+            web.get("/v1/models", models.list_models),
+            web.get("/v1/models/{id:.+}", models.get_model),
+            web.get("/v1/disagg/status", health.status),
+            web.get("/livez", health.livez),
+            web.get("/readyz", health.readyz),
+            web.get("/health", health.readyz),
+            web.get("/metrics", health.metrics),
+            web.get("/version", health.get_version),
+        ]
+    )
+    return app
+
+
+@web.middleware
+async def _surface(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Name the request, turn every failure into OpenAI's envelope, count the answer."""
+    request[ARRIVED] = asyncio.get_running_loop().time()
+    given = request.headers.get("X-Request-Id", "")
+    request[REQUEST_ID] = given if _PLAIN_ID.fullmatch(given) else uuid.uuid4().hex
+    code = _CLIENT_LEFT
+    try:
+        response = await _answer(request, handler)
+        code = response.status
+        return response
+    finally:
+        resource = request.match_info.route.resource
+        request.app[SERVICES].metrics.count_request("unknown" if resource is None else resource.canonical, code)
+
+
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except ConnectionError:  # the client has gone; aiohttp ends the connection quietly
+        raise
+    except web.RequestPayloadError:
+        return Failure(400, "the body could not be read", "invalid_request_error", code="invalid_body").response()
+    except web.HTTPException as error:
+        return http_failure(error).response()
+    except DisaggError as error:
+        return failure_of(error).response()
+    except Exception as error:  # the last place where a bug can still be answered in JSON
+        log.exception("request broke", request_id=request[REQUEST_ID], path=request.path)
+        return failure_of(error).response()
+
+
+async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["X-Request-Id"] = request[REQUEST_ID]

@@ -1,0 +1,113 @@
+"""POST /v1/chat/completions: messages, rendered by the model's own chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from disagg.api.generate import Shape, serve
+from disagg.api.logprobs import chat_logprobs
+from disagg.api.services import Services
+from disagg.api.types import ChatBody, ChatMessage, parse_body
+from disagg.api.validate import (
+    Answer,
+    Work,
+    build_work,
+    check_num_choices,
+    check_shared,
+    invalid,
+    mint_id,
+    unsupported,
+)
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_NOT_FOR_TEMPLATES = {"chat_template", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message"}
+
+_decoder = msgspec.json.Decoder(ChatBody)
+
+_SHAPE = Shape(
+    object="chat.completion",
+    chunk_object="chat.completion.chunk",
+    whole=lambda text: {"message": {"role": "assistant", "content": text}},
+    piece=lambda text: {"delta": {"content": text} if text else {}},
+    opening={"delta": {"role": "assistant", "content": ""}},
+    logprobs=chat_logprobs,
+    has_prompt_ids_in_choice=False,
+)
+
+
+async def chat_completions(http: web.Request) -> web.StreamResponse:
+    return await serve(http, plan, _SHAPE)
+
+
+def plan(raw: bytes, services: Services) -> Work:
+    """The body's requests. Raises InvalidRequestError. Pure, and slow for a long prompt."""
+    body = parse_body(raw, _decoder)
+    check_shared(body, services)
+    _check_unsupported(body)
+    check_num_choices(1, body.n or 1)
+    if body.max_tokens == 0:
+        raise invalid("max_tokens", "must be at least 1")
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", "only allowed with logprobs: true")
+    answer = Answer(
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        default_max_tokens=None,
+        num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        continues=bool(body.continue_final_message),
+    )
+    return build_work(mint_id("chatcmpl"), body, services, [_render(body, services)], answer)
+
+
+def _render(body: ChatBody, services: Services) -> list[int]:
+    """The prompt's token ids: rendered and tokenised once, whatever n is."""
+    if services.chat_template is None:
+        raise unsupported("messages", "this model has no chat template; use /v1/completions")
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        raise invalid("continue_final_message", "not allowed together with add_generation_prompt")
+    if continues and body.messages[-1].role != "assistant":
+        raise invalid("continue_final_message", "the last message must be the assistant's")
+    kwargs = body.chat_template_kwargs or {}
+    if refused := _NOT_FOR_TEMPLATES.intersection(kwargs):
+        raise invalid("chat_template_kwargs", f"{min(refused)} cannot be given to the template")
+    return services.chat_template.encode(
+        [_message(index, message) for index, message in enumerate(body.messages)],
+        add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+        continue_final_message=continues,
+        kwargs=kwargs,
+    )
+
+
+def _message(index: int, message: ChatMessage) -> dict[str, Any]:
+    """The message as templates know it: a dict without the absent fields."""
+    place = f"messages[{index}]"
+    if message.role not in _ROLES:
+        raise invalid(f"{place}.role", f"must be one of {', '.join(_ROLES)}")
+    if message.content is None and message.role != "assistant":
+        raise invalid(f"{place}.content", "this field is required")
+    fields: dict[str, Any] = {
+        # Templates older than the word know only its predecessor, and some raise at a role that they do not know.
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.content,
+    }
+    if isinstance(message.content, list):
+        for part_index, part in enumerate(message.content):
+            if part.type != "text" or part.text is None:
+                raise unsupported(f"{place}.content[{part_index}]", "only parts with type text and a text are supported")
+        fields["content"] = [{"type": "text", "text": part.text} for part in message.content]
+    optional = {"name": message.name, "tool_calls": message.tool_calls, "tool_call_id": message.tool_call_id}
+    return fields | {name: value for name, value in optional.items() if value is not None}
+
+
+def _check_unsupported(body: ChatBody) -> None:
+    if body.chat_template is not None:
+        raise unsupported("chat_template", "templates come with the model and cannot be sent")
+    if body.tools and body.tool_choice != "none":
+        raise unsupported("tools", "tools are not supported; leave them out or send tool_choice: none")
+    if body.tool_choice not in (None, "none", "auto"):
+        raise unsupported("tool_choice", "tools are not supported")
+    if body.functions or body.function_call not in (None, "none", "auto"):
+        raise unsupported("functions", "functions are not supported")

@@ -1,0 +1,61 @@
+"""What the HTTP surface is given by the composition root; nothing in this package builds its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from disagg.config import ServerConfig
+from disagg.router import Router
+from disagg.text.chat_template import ChatTemplate
+from disagg.text.tokenizer import Tokenizer
+
+
+class Metrics(Protocol):
+    """What this package observes, in seconds as the client sees them. ``observe_itl`` is on the path of every token."""
+
+    def observe_ttft(self, seconds: float) -> None:
+        """One choice: the request's arrival to the first token."""
+        ...
+
+    def observe_itl(self, seconds: float) -> None:
+        """One gap between two arrivals of tokens of one choice."""
+        ...
+
+    def observe_e2e(self, seconds: float) -> None:
+        """One choice that ended well: the request's arrival to its last token."""
+        ...
+
+    def count_request(self, route: str, code: int) -> None:
+        """One HTTP request. ``route`` is a route template or "unknown"; ``code`` 499 = the client left before the answer."""
+        ...
+
+    def count_finished(self, reason: str) -> None:
+        """One choice: a FinishReason, or "abort" (the client left), or "error"."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    router: Router
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None  # None: a base model; the chat endpoint says so
+    model_name: str
+    max_model_len: int  # tokens of prompt + answer
+    created: int  # Unix seconds, for /v1/models
+    config: ServerConfig
+    registry: CollectorRegistry
+    status: Callable[[], dict[str, Any]]  # the body of /v1/disagg/status
+    not_ready: Callable[[], list[str]]  # reasons; empty = ready
+    metrics: Metrics
+
+
+SERVICES = web.AppKey("services", Services)
+REQUEST_ID = web.RequestKey("request_id", str)
+"""The client's X-Request-Id or one minted here. For logs and answers only."""
+ARRIVED = web.RequestKey("arrived", float)
+"""The loop's time when the request came."""

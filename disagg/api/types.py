@@ -1,0 +1,130 @@
+"""The bodies of POST /v1/completions and /v1/chat/completions, as far as one field can be judged by itself.
+
+Unknown fields are ignored; NaN, Infinity and numbers out of range are refused by the decoder. Fields that must be absent
+because they are not supported are typed loosely here and refused with a sentence in ``validate``. Words with few legal values
+are plain strings: msgspec would quote a wrong one in full.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from disagg.errors import InvalidRequestError
+
+MAX_CHOICES = 128
+"""Choices of one client request: prompts × n."""
+
+
+class StreamOptions(Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(Struct, kw_only=True):
+    type: str
+
+
+class SharedFields(Struct, kw_only=True):
+    """What both endpoints understand."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    seed: int | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=128)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+
+    # Refused unless empty.
+    response_format: ResponseFormat | None = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
+
+class CompletionBody(SharedFields, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    best_of: int | None = None
+    add_special_tokens: bool | None = None
+    suffix: str | None = None  # refused unless empty
+
+
+class ContentPart(Struct, kw_only=True):
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(Struct, kw_only=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatBody(SharedFields, kw_only=True):
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    # Refused unless empty.
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    chat_template: Any = None
+
+
+Body = TypeVar("Body", CompletionBody, ChatBody)
+
+_PLACE = re.compile(r"(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<param>[^`]*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<param>\w+)`")
+
+
+def parse_body(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
+    """The typed body. Raises InvalidRequestError with a short sentence that quotes nothing of what was sent."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from error
+    except msgspec.DecodeError as error:
+        raise InvalidRequestError(f"the body is not JSON: {error}", code="invalid_json") from error
+    except RecursionError as error:
+        raise InvalidRequestError("the body is nested too deeply", code="invalid_json") from error
+
+
+def _field_error(text: str) -> InvalidRequestError:
+    param = None
+    if place := _PLACE.fullmatch(text):
+        text, param = place["what"], place["param"] or None
+    missing = _MISSING.match(text)
+    if missing:
+        param = f"{param}.{missing['param']}" if param else missing["param"]
+        text = "this field is required"
+    text = text.replace(" | null", "").replace("`", "")
+    return InvalidRequestError(f"{param}: {text}" if param else text, param=param, code="invalid_value")

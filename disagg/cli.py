@@ -1,0 +1,181 @@
+"""The command line: ``disagg serve | chat | status | config``.
+
+The flags of the configuration are generated from ``disagg.settings.SETTINGS``: a new field of a config struct is a flag, an
+environment variable, a line of help and a TOML key at once. Nothing here knows a default.
+
+Exit codes: 0 done; 1 it failed while running (for ``status``: not ready); 2 wrong usage or settings (``status``: no answer).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from disagg import __version__
+from disagg.config import Config
+from disagg.errors import ConfigError, DisaggError
+from disagg.settings import SETTINGS, Origins, Setting, dump_toml, load_config
+
+_EXAMPLES = """\
+examples:
+  disagg serve                                     the built-in model on http://127.0.0.1:8000
+  disagg serve --model ./Llama-3.1-8B --port 9000  a Hugging Face folder on another port
+  disagg serve --prefill 2 --decode 4              2P4D: two prefill workers, four decode workers
+  disagg chat                                      start a server of its own and talk to it
+  echo "Why is the sky blue?" | disagg chat        one answer, then exit
+  disagg status                                    is it ready, and what is it doing?
+  disagg config show --origin                      every setting, and where it came from
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. Expected failures are one line on stderr."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.command(arguments)
+    except DisaggError as error:
+        print(f"disagg: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="disagg",
+        description="Serve an LLM with prefill and decode in separate processes, behind an OpenAI-compatible API.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"disagg {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    settings = _settings_parser()
+
+    def command(name: str, run: Any, help: str, description: str, with_settings: bool) -> argparse.ArgumentParser:
+        parents = [settings] if with_settings else []
+        result = commands.add_parser(name, help=help, description=description, parents=parents, allow_abbrev=False)
+        result.set_defaults(command=run)
+        return result
+
+    command(
+        "serve",
+        _serve,
+        "start the server",
+        "Start the server and its workers; Ctrl-C or SIGTERM drains and ends. Settings: built-in < --config file < "
+        "DISAGG_SECTION__KEY in the environment < flags.",
+        with_settings=True,
+    )
+
+    chat = command(
+        "chat",
+        _chat,
+        "talk to a model in the terminal",
+        "Talk to a running server (--url), or start one just for this conversation; then the flags of serve apply.",
+        with_settings=True,
+    )
+    chat.add_argument("--url", metavar="URL", help="a running server, such as http://127.0.0.1:8000; --model is then a name")
+    chat.add_argument("--system", metavar="TEXT", help="system prompt")
+    chat.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: the rest of the context)")
+    chat.add_argument("--temperature", type=float, metavar="T", help="0 = always the most likely token")
+
+    status = command("status", _status, "show a running server's workers", "Exit code 0: ready; 1: not; 2: no answer.", False)
+    status.add_argument("--url", metavar="URL", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    status.add_argument("--json", action="store_true", help="print the server's answer instead of a table")
+
+    config = command("config", None, "inspect the configuration", "Inspect the configuration.", False)
+    actions = config.add_subparsers(title="actions", metavar="ACTION", required=True)
+    show = actions.add_parser(
+        "show",
+        help="print the effective settings as TOML",
+        parents=[settings],
+        description="Print the effective settings as TOML.",
+    )
+    show.add_argument("--origin", action="store_true", help="say in a comment where each value came from")
+    show.set_defaults(command=_config_show)
+    return parser
+
+
+def _settings_parser() -> argparse.ArgumentParser:
+    """--config and one flag per setting; only flags that were given are in the result, under the setting's name."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", dest="toml_path", type=Path, metavar="FILE", help="settings in TOML")
+    groups = {section: parser.add_argument_group(section) for section in dict.fromkeys(s.section for s in SETTINGS.values())}
+    for setting in SETTINGS.values():
+        default = f"{setting.default}".lower() if setting.type is bool else f"{setting.default}" or "empty"
+        text = f"{setting.meta.description} (default: {default})".replace("%", "%%")
+        group = groups[setting.section]
+        if setting.type is bool:
+            action = argparse.BooleanOptionalAction
+            group.add_argument(setting.flag, dest=setting.name, help=text, action=action, default=argparse.SUPPRESS)
+        else:
+            group.add_argument(setting.flag, dest=setting.name, help=text, metavar=_metavar(setting), default=argparse.SUPPRESS)
+    return parser
+
+
+def _metavar(setting: Setting) -> str:
+    if setting.choices:
+        return "{" + ",".join(setting.choices) + "}"
+    if setting.type is str:
+        return {"model.path": "MODEL", "kv.memory": "SIZE"}.get(setting.name, setting.field.upper())
+    return "S" if setting.field.endswith("_s") else "N"
+
+
+def _given_flags(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(arguments).items() if name in SETTINGS}
+
+
+def _load(arguments: argparse.Namespace) -> tuple[Config, Origins]:
+    return load_config(arguments.toml_path, os.environ, _given_flags(arguments))
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    config, _ = _load(arguments)
+    from disagg.serve import run  # the server's imports take longer than --help should
+
+    return run(config)
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from disagg import chat
+
+    flags = _given_flags(arguments)
+    if arguments.url is None:
+        _load(arguments)  # a wrong setting is this command's error, not a child's
+        model, serve_arguments = None, [*_as_argv(arguments.toml_path, flags)]
+    else:
+        model, serve_arguments = flags.pop("model.path", None), []
+        if flags or arguments.toml_path:
+            unused = ", ".join([SETTINGS[name].flag for name in flags] or ["--config"])
+            raise ConfigError(f"{unused}: a running server (--url) has its own settings")
+    sampling = {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
+    options = {name: value for name, value in sampling.items() if value is not None}
+    return chat.run(url=arguments.url, serve_arguments=serve_arguments, model=model, system=arguments.system, options=options)
+
+
+def _as_argv(toml_path: Path | None, flags: dict[str, Any]) -> Iterable[str]:
+    if toml_path:
+        yield f"--config={toml_path}"
+    for name, value in flags.items():
+        flag = SETTINGS[name].flag
+        if isinstance(value, bool):
+            yield flag if value else flag.replace("--", "--no-", 1)
+        else:
+            yield f"{flag}={value}"
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from disagg import status
+
+    return status.run(arguments.url, as_json=arguments.json)
+
+
+def _config_show(arguments: argparse.Namespace) -> int:
+    config, origins = _load(arguments)
+    sys.stdout.write(dump_toml(config, origins if arguments.origin else None))
+    return 0

@@ -1,0 +1,102 @@
+"""The configuration: what can be set, its defaults and its limits. Written once here, frozen, checked before any process starts.
+
+Everything else is derived from these structs: the flags of ``disagg serve``, their help, the names of environment variables,
+and what an error says is allowed (``disagg.settings``).
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from disagg.errors import ConfigError
+
+
+class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="TCP port; 0 = any free one, printed when ready")] = 8000
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body accepted")] = 8 << 20
+    drain_s: Annotated[float, Meta(ge=0, description="seconds that running streams get to finish after SIGTERM or Ctrl-C")] = 30.0
+    keepalive_s: Annotated[float, Meta(gt=0, description="seconds between comments on a stream that is silent")] = 10.0
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    path: Annotated[str, Meta(description="smollm2 (built in), a GGUF file, a Hugging Face folder, or null (no model)")] = (
+        "smollm2"
+    )
+    name: Annotated[str, Meta(description="name that clients use; empty = taken from the model's files")] = ""
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], Meta(description="type of weights and KV; auto = float32 on CPU")
+    ] = "auto"
+    max_model_len: Annotated[
+        int, Meta(ge=0, description="longest prompt + answer in tokens; 0 = what the model allows and memory holds")
+    ] = 0
+
+
+class WorkersConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    mode: Annotated[
+        Literal["disagg", "colocated", "auto"],
+        Meta(description="disagg: prefill and decode apart; colocated: every worker does both; auto: disagg where it fits"),
+    ] = "auto"
+    prefill: Annotated[int, Meta(ge=1, le=64, description="number of prefill workers")] = 1
+    decode: Annotated[int, Meta(ge=1, le=64, description="number of decode workers")] = 1
+    device: Annotated[Literal["cpu", "cuda", "auto"], Meta(description="where the workers run")] = "auto"
+    pin_cpus: Annotated[bool, Meta(description="give each CPU worker cores of its own")] = True
+    start_s: Annotated[float, Meta(gt=0, description="seconds a worker may take to load")] = 300.0
+    stuck_s: Annotated[float, Meta(gt=0, description="seconds without any progress after which a worker is killed")] = 60.0
+    max_restarts: Annotated[
+        int, Meta(ge=0, description="restarts of one worker within restart_window_s before the server gives up")
+    ] = 5
+    restart_window_s: Annotated[float, Meta(gt=0, description="seconds over which max_restarts is counted")] = 300.0
+
+
+class KVConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    block_size: Annotated[int, Meta(ge=1, le=256, description="tokens in a KV block")] = 16
+    memory: Annotated[str, Meta(description="KV memory of each worker, such as 2GiB; auto = a share of what is free")] = "auto"
+    prefix_cache: Annotated[bool, Meta(description="keep finished blocks and reuse them for equal prefixes")] = True
+    poison: Annotated[bool, Meta(description="fill new pools with NaN, so that a read of an unwritten slot shows")] = False
+
+
+class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    chunk_tokens: Annotated[int, Meta(ge=1, description="most prompt tokens computed in one step")] = 512
+    max_num_seqs: Annotated[int, Meta(ge=1, description="most sequences a worker runs at once")] = 256
+    max_queue: Annotated[int, Meta(ge=0, description="requests that may wait for a worker; more get a 429")] = 1024
+    reserve_s: Annotated[float, Meta(gt=0, description="seconds a request may wait for blocks on decode")] = 60.0
+    chunk_s: Annotated[float, Meta(gt=0, description="seconds one prefill chunk and its transfer may take")] = 60.0
+
+
+class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    format: Annotated[Literal["auto", "json", "console"], Meta(description="auto = console on a terminal, else json")] = "auto"
+    level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least severe line that is logged")] = "info"
+
+
+class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    server: ServerConfig = ServerConfig()
+    model: ModelConfig = ModelConfig()
+    workers: WorkersConfig = WorkersConfig()
+    kv: KVConfig = KVConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    log: LogConfig = LogConfig()
+
+
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) *(?:([KMGT])(iB|i|B)?|B)?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes in ``text``: ``2GiB``, ``512M``, ``1.5GB``, ``4096``.
+
+    KB, MB, GB and TB are powers of 1000. KiB, MiB, GiB and TiB, and the bare letters, are powers of 1024, as for systemd and
+    Docker. Raises ConfigError for anything else and for sizes that come to less than one byte.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    nbytes = 0
+    if match:
+        number, letter, suffix = match.groups()
+        base = 1000 if (suffix or "").upper() == "B" else 1024
+        nbytes = int(Decimal(number) * base ** (" KMGT".index(letter.upper()) if letter else 0))
+    if nbytes < 1:
+        raise ConfigError(f"{text!r} is not a size: write a number and a unit, such as 512MiB or 2GiB")
+    return nbytes

@@ -1,0 +1,139 @@
+"""From the configuration and the host to a plan: which workers, on which cores, with how much KV memory, how long a context.
+
+Everything that can be refused is refused here, before a process starts, with the number that would be needed. No torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from disagg.config import Config, parse_size
+from disagg.errors import ConfigError, StartupError
+from disagg.kv import KVLayout
+from disagg.messages import VERSION, Configure
+from disagg.model import ModelFiles, ModelSpec, kv_layout
+from disagg.supervisor import Role
+
+_AUTO_KV_SHARE = 0.25  # of the memory that is free, for all workers together
+_AUTO_KV_MOST = 2 << 30
+_PREFILL_NICE = 10
+_GROWTH_BLOCKS = 1  # a sequence at full length still needs the slot of the token being sampled
+
+
+class Deployment(msgspec.Struct, frozen=True, kw_only=True):
+    """What will be started. ``workers`` are in the order prefill, decode or all mixed."""
+
+    mode: str  # "disagg" or "colocated"
+    device: str
+    max_model_len: int
+    workers: list[Configure]
+
+
+def plan(
+    config: Config, files: ModelFiles, spec: ModelSpec, *, vocab_size: int, run_id: str, cpus: Sequence[int], free_nbytes: int
+) -> Deployment:
+    """Decide. ``cpus`` are the cores this process may use, ``free_nbytes`` the memory that is free.
+
+    Raises ConfigError or StartupError.
+    """
+    device = _device(config)
+    roles = _roles(config, cpus)
+    dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
+    layout = kv_layout(spec, dtype, config.kv.block_size)
+    max_model_len, kv_nbytes = _kv_budget(config, spec, layout, len(roles), free_nbytes)
+    shares = _share(cpus, len(roles)) if config.workers.pin_cpus else [[] for _ in roles]
+    counts = dict.fromkeys(Role, 0)
+    workers = []
+    for role, share in zip(roles, shares, strict=True):
+        workers.append(
+            Configure(
+                version=VERSION,
+                run_id=run_id,
+                worker=f"{role}-{counts[role]}",
+                epoch=0,
+                role=role,
+                model=str(files.path) if files.kind != "null" else "null",
+                device=device,
+                dtype=dtype,
+                block_size=config.kv.block_size,
+                kv_nbytes=kv_nbytes,
+                max_model_len=max_model_len,
+                vocab_size=vocab_size,
+                chunk_tokens=config.scheduler.chunk_tokens,
+                max_num_seqs=config.scheduler.max_num_seqs,
+                prefix_cache=config.kv.prefix_cache,
+                cpus=share,
+                nice=_PREFILL_NICE if role is Role.PREFILL else 0,
+                poison=config.kv.poison,
+                log_level=config.log.level,
+                log_format=config.log.format,
+            )
+        )
+        counts[role] += 1
+    mode = "colocated" if Role.MIXED in roles else "disagg"
+    return Deployment(mode=mode, device=device, max_model_len=max_model_len, workers=workers)
+
+
+def host_cpus() -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+def free_memory() -> int:
+    """Bytes that processes of this host, or of this control group if it is limited, can still take."""
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(meminfo["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        free = min(free, int(text) - int(used.read_text()))
+    return free
+
+
+def _device(config: Config) -> str:
+    if config.workers.device == "cuda":
+        raise ConfigError("workers.device = cuda: this version runs on the CPU only; use --device cpu")
+    return "cpu"
+
+
+def _roles(config: Config, cpus: Sequence[int]) -> list[Role]:
+    workers, num_workers = config.workers, config.workers.prefill + config.workers.decode
+    if workers.mode == "colocated" or (workers.mode == "auto" and len(cpus) < num_workers):
+        return [Role.MIXED] * workers.mixed
+    return [Role.PREFILL] * workers.prefill + [Role.DECODE] * workers.decode
+
+
+def _share(cpus: Sequence[int], num_workers: int) -> list[list[int]]:
+    """Cores for each worker: disjoint and as even as can be; none of their own where there are fewer cores than workers."""
+    if len(cpus) < num_workers:
+        return [[] for _ in range(num_workers)]
+    bounds = [index * len(cpus) // num_workers for index in range(num_workers + 1)]
+    return [list(cpus[begin:end]) for begin, end in zip(bounds, bounds[1:], strict=False)]
+
+
+def _kv_budget(config: Config, spec: ModelSpec, layout: KVLayout, num_workers: int, free_nbytes: int) -> tuple[int, int]:
+    """(longest sequence in tokens, bytes of each worker's pool)."""
+    block_nbytes = layout.block_nbytes
+    wanted_len = config.model.max_model_len or spec.max_position
+    if wanted_len > spec.max_position:
+        raise ConfigError(f"model.max_model_len = {wanted_len}: the model was made for at most {spec.max_position} tokens")
+    if config.kv.memory == "auto":
+        most_useful = config.scheduler.max_num_seqs * (layout.num_blocks(wanted_len) + _GROWTH_BLOCKS) * block_nbytes
+        kv_nbytes = int(min(free_nbytes * _AUTO_KV_SHARE / num_workers, _AUTO_KV_MOST, most_useful))
+    else:
+        kv_nbytes = parse_size(config.kv.memory)
+        if kv_nbytes * num_workers > free_nbytes:
+            raise StartupError(
+                f"kv.memory = {config.kv.memory} for each of {num_workers} workers needs {kv_nbytes * num_workers / 2**30:.1f} GiB, "
+                f"{free_nbytes / 2**30:.1f} GiB are free"
+            )
+    fits_len = (kv_nbytes // block_nbytes - _GROWTH_BLOCKS) * config.kv.block_size
+    needed = (layout.num_blocks(config.model.max_model_len or config.kv.block_size) + _GROWTH_BLOCKS) * block_nbytes
+    if fits_len < config.kv.block_size or (config.model.max_model_len and fits_len < config.model.max_model_len):
+        raise StartupError(
+            f"a KV pool of {kv_nbytes / 2**20:.0f} MiB holds {max(0, fits_len)} tokens; "
+            f"set kv.memory to {-(-needed // 2**20)}MiB or more, or a smaller model.max_model_len"
+        )
+    return min(wanted_len, fits_len), kv_nbytes // block_nbytes * block_nbytes

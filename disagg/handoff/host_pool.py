@@ -1,0 +1,43 @@
+"""A worker's KV pool in host memory that another process can be given: an anonymous memory file (memfd).
+
+It has no name, so nothing is left behind whichever way the processes die: the memory goes with its last descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+
+from disagg.errors import HandoffError
+
+
+def create_pool(nbytes: int, name: str) -> tuple[int, mmap.mmap]:
+    """A descriptor and a writable mapping of ``nbytes`` zero bytes, not yet backed by pages. ``name`` shows in /proc/PID/maps.
+
+    Sealed against resizing, so that no holder can make another's mapping fault. Raises HandoffError.
+    """
+    try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            return fd, mmap.mmap(fd, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
+    except (OSError, ValueError) as error:
+        raise HandoffError(f"cannot create a KV pool of {nbytes} bytes: {error}") from error
+
+
+def open_pool(fd: int, nbytes: int) -> mmap.mmap:
+    """A writable mapping of a pool made by another process; takes over ``fd``. Raises HandoffError."""
+    with contextlib.closing(os.fdopen(fd, "r+b", buffering=0)):
+        try:
+            size = os.fstat(fd).st_size
+            if size < nbytes:
+                raise HandoffError(f"the peer's pool has {size} bytes, its layout needs {nbytes}")
+            return mmap.mmap(fd, nbytes)
+        except (OSError, ValueError) as error:
+            raise HandoffError(f"cannot map the peer's pool of {nbytes} bytes: {error}") from error

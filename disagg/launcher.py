@@ -1,0 +1,95 @@
+"""Starts a worker and tells how it ends: the seam between the supervisor's decisions and processes.
+
+The death of a child is known exactly: its pidfd becomes readable when it has gone, and only then is ``on_exit`` called, once,
+after every message it had sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Protocol
+
+from disagg.channel import Channel
+from disagg.messages import Configure, Message
+
+OnMessage = Callable[[Message, list[int]], None]
+OnExit = Callable[[str], None]
+
+
+class WorkerHandle(Protocol):
+    """A running worker as its supervisor sees it."""
+
+    pid: int
+
+    def send(self, message: Message, fds: list[int] | None = None) -> None:
+        """Queue a message; ignored once the worker is gone."""
+        ...
+
+    def kill(self) -> None:
+        """End it now, without its cooperation; ``on_exit`` follows. Killing twice is safe."""
+        ...
+
+
+class Launcher(Protocol):
+    def launch(self, settings: Configure, on_message: OnMessage, on_exit: OnExit) -> WorkerHandle:
+        """Start a worker with ``settings``. Both callbacks run on the event loop; ``on_exit`` gets the cause in words."""
+        ...
+
+
+class ProcessLauncher:
+    """Workers as child processes of this one."""
+
+    def launch(self, settings: Configure, on_message: OnMessage, on_exit: OnExit) -> ProcessHandle:
+        return ProcessHandle(settings, on_message, on_exit)
+
+
+class ProcessHandle:
+    def __init__(self, settings: Configure, on_message: OnMessage, on_exit: OnExit) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "disagg.worker_process", str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr,  # ours belongs to what the user asked for
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        self._on_exit = on_exit
+        self._loop = asyncio.get_running_loop()
+        self._channel = Channel(ours, on_message, self._channel_closed)
+        self._channel_error: Exception | None = None
+        self._pidfd = os.pidfd_open(self.pid)
+        self._loop.add_reader(self._pidfd, self._exited)
+        self.send(settings)
+
+    def send(self, message: Message, fds: list[int] | None = None) -> None:
+        self._channel.send(message, fds)
+
+    def kill(self) -> None:
+        if self._pidfd >= 0:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def _channel_closed(self, error: Exception | None) -> None:
+        """A worker that cannot be talked to is no use: make sure that it ends."""
+        self._channel_error = error
+        if error is not None:
+            self.kill()
+
+    def _exited(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._pidfd = -1
+        code = self._process.wait()
+        self._channel.drain()
+        self._channel.close()
+        cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        if self._channel_error is not None:
+            cause += f" after {self._channel_error}"
+        self._on_exit(cause)

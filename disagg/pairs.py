@@ -1,0 +1,181 @@
+"""Which prefill worker can hand over to which decode worker: connected, then proven by a pattern that arrived intact.
+
+    both ready ─▶ Connect ─▶ Connected ─▶ Reserve (decode) ─▶ Probe (prefill) ─▶ Verify (decode) ─▶ verified
+                                                                      any failure: logged, tried again after RETRY_S
+
+The proof uses the same reservation, transport and release as a request does, and measures the path's GB/s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from disagg.messages import (
+    Abort,
+    Connect,
+    Connected,
+    Disconnect,
+    Message,
+    Probe,
+    Probed,
+    Quiesced,
+    Refused,
+    Reserve,
+    Reserved,
+    Verified,
+    Verify,
+)
+from disagg.request import SamplingParams
+from disagg.supervisor import Role, WorkerInfo
+
+log = structlog.get_logger(__name__)
+
+RETRY_S = 1.0
+PROBE_BLOCKS = 8
+_RESERVE_S = 5.0
+
+
+@dataclass(eq=False, slots=True)
+class Pair:
+    prefill: WorkerInfo
+    decode: WorkerInfo
+    transport: str = ""
+    gb_per_s: float = 0.0
+    is_verified: bool = False
+    expected: bytes = b""  # digest of the pattern, from prefill
+
+    def __repr__(self) -> str:
+        state = f"{self.transport} {self.gb_per_s:.1f} GB/s" if self.is_verified else "not verified"
+        return f"Pair({self.prefill.id} → {self.decode.id}: {state})"
+
+
+class Pairs:
+    """Every (prefill, decode) pair whose workers are both ready. ``on_verified`` is called when one can serve."""
+
+    def __init__(self, workers: list[WorkerInfo], mint: Iterator[int], on_verified: Callable[[], None]) -> None:
+        self._workers = workers
+        self._mint = mint
+        self._on_verified = on_verified
+        self._pairs: dict[tuple[str, str], Pair] = {}
+        self._probes: dict[int, Pair] = {}  # by dispatch, until decode has quiesced
+
+    def __repr__(self) -> str:
+        return f"Pairs({list(self._pairs.values())})"
+
+    def __iter__(self) -> Iterator[Pair]:
+        return iter(self._pairs.values())
+
+    def verified(self) -> list[Pair]:
+        return [pair for pair in self._pairs.values() if pair.is_verified]
+
+    def status(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "prefill": pair.prefill.id,
+                "decode": pair.decode.id,
+                "transport": pair.transport,
+                "gb_per_s": round(pair.gb_per_s, 2),
+                "verified": pair.is_verified,
+            }
+            for pair in self._pairs.values()
+        ]
+
+    def on_ready(self, worker: WorkerInfo) -> None:
+        for other in self._workers:
+            if other.is_ready and {worker.role, other.role} == {Role.PREFILL, Role.DECODE}:
+                prefill, decode = (worker, other) if worker.role is Role.PREFILL else (other, worker)
+                pair = Pair(prefill, decode)
+                self._pairs[prefill.id, decode.id] = pair
+                self._connect(pair)
+
+    def on_down(self, worker: WorkerInfo) -> None:
+        """Its pairs are gone; prefill workers close the pool of a decode worker that died."""
+        for key, pair in list(self._pairs.items()):
+            if worker in (pair.prefill, pair.decode):
+                del self._pairs[key]
+                if worker is pair.decode:
+                    pair.prefill.send(Disconnect(worker.id, worker.epoch))
+        for dispatch, pair in list(self._probes.items()):
+            if worker is pair.decode:
+                del self._probes[dispatch]
+            elif worker is pair.prefill:  # nobody writes the reserved blocks any more
+                pair.decode.send(Abort(dispatch))
+
+    def take(self, message: Message) -> bool:
+        """Handle a message about connecting or probing. False: it is about something else."""
+        if isinstance(message, Connected):
+            self._connected(message)
+            return True
+        dispatch = getattr(message, "dispatch", None)
+        pair = self._probes.get(dispatch) if dispatch is not None else None
+        if dispatch is None or pair is None:
+            return False
+        match message:
+            case Reserved():
+                pair.prefill.send(Probe(dispatch, pair.decode.id, pair.decode.epoch, message.blocks))
+            case Refused():
+                del self._probes[dispatch]
+                self._fail(pair, message.reason)
+            case Probed(error=None):
+                pair.expected = message.digest
+                pair.gb_per_s = message.nbytes / max(message.seconds, 1e-9) / 1e9
+                pair.decode.send(Verify(dispatch))
+            case Probed():
+                pair.decode.send(Abort(dispatch))
+                self._fail(pair, f"probe failed: {message.error}")
+            case Verified():
+                pair.decode.send(Abort(dispatch))
+                if message.digest == pair.expected:
+                    self._verified(pair)
+                else:
+                    self._fail(pair, "the probe's bytes arrived changed")
+            case Quiesced():
+                del self._probes[dispatch]
+        return True
+
+    def _connect(self, pair: Pair) -> None:
+        ready = pair.decode.ready
+        if ready is not None:
+            connect = Connect(pair.decode.id, pair.decode.epoch, ready.layout, ready.num_blocks)
+            pair.prefill.send(connect, [pair.decode.pool_fd])
+
+    def _connected(self, message: Connected) -> None:
+        for pair in self._pairs.values():
+            if pair.decode.id == message.peer and pair.decode.epoch == message.epoch and not pair.transport:
+                if message.error is not None:
+                    self._fail(pair, message.error)
+                else:
+                    pair.transport = message.transport
+                    self._probe(pair)
+
+    def _probe(self, pair: Pair) -> None:
+        dispatch = next(self._mint)
+        self._probes[dispatch] = pair
+        ready = pair.decode.ready
+        block_size = ready.layout.block_size if ready is not None else 1
+        # One token more than the prompt is reserved, so this asks for exactly PROBE_BLOCKS blocks. Scoring turns prefix hits off.
+        params = SamplingParams(max_tokens=1, num_prompt_logprobs=0)
+        prompt = [0] * (PROBE_BLOCKS * block_size - 1)
+        pair.decode.send(Reserve(dispatch, prompt, params, _RESERVE_S))
+
+    def _verified(self, pair: Pair) -> None:
+        pair.is_verified = True
+        log.info(
+            "pair verified", prefill=pair.prefill.id, decode=pair.decode.id, transport=pair.transport,
+            gb_per_s=round(pair.gb_per_s, 2),
+        )  # fmt: skip
+        self._on_verified()
+
+    def _fail(self, pair: Pair, reason: str) -> None:
+        log.error("pair cannot serve", prefill=pair.prefill.id, decode=pair.decode.id, reason=reason, retry_s=RETRY_S)
+        asyncio.get_running_loop().call_later(RETRY_S, self._retry, pair)
+
+    def _retry(self, pair: Pair) -> None:
+        if self._pairs.get((pair.prefill.id, pair.decode.id)) is pair:
+            pair.transport = ""
+            self._connect(pair)

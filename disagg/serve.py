@@ -1,0 +1,274 @@
+"""The composition root: builds every part, runs them in one task group, and ends them in order.
+
+    load the model's description ─▶ plan the workers ─▶ listen ─▶ start workers ─▶ first verified pair = ready
+    first signal: drain (no new requests, running streams finish) ─▶ workers end ─▶ exit 0;  second signal: end now
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import resource
+import secrets
+import signal
+import sys
+import time
+from typing import Any
+
+import structlog
+import uvloop
+from aiohttp import web
+
+from disagg import log as logging_setup
+from disagg.api.app import build_app
+from disagg.api.services import Services
+from disagg.config import Config
+from disagg.deployment import Deployment, free_memory, host_cpus, plan
+from disagg.errors import StartupError
+from disagg.launcher import ProcessLauncher
+from disagg.messages import Message
+from disagg.metrics import Metrics, WorkerCollector
+from disagg.model import find_model, read_model_spec
+from disagg.pairs import Pairs
+from disagg.request import FailReason
+from disagg.router import Router
+from disagg.supervisor import Supervisor, WorkerInfo
+from disagg.text.chat_template import load_chat_template
+from disagg.text.tokenizer import load_tokenizer
+
+log = structlog.get_logger(__name__)
+
+_KEEPALIVE_TIMEOUT_S = 120.0  # longer than the pools of common clients and proxies keep an idle connection (up to 90 s)
+_ENDING_S = 2.0  # after the last stream has ended, for its last bytes to leave
+
+
+def run(config: Config) -> int:
+    """Serve until a signal. Returns the exit code; raises ConfigError or StartupError when it cannot begin or go on."""
+    logging_setup.configure(config.log)
+    try:
+        uvloop.run(Server(config).serve())
+    except BaseExceptionGroup as group:
+        failures, others = group.split(StartupError)
+        if failures is None or others is not None:
+            raise
+        raise next(error for error in _leaves(failures)) from None
+    return 0
+
+
+class Server:
+    """All parts of one server, and what they tell each other."""
+
+    def __init__(self, config: Config) -> None:
+        """Reads the model's description and plans the workers; starts nothing. Raises ConfigError or StartupError."""
+        self.config = config
+        self.run_id = secrets.token_hex(4)
+        self.started = time.monotonic()
+        files = find_model(config.model.path)
+        spec = read_model_spec(files)
+        self.model_name = config.model.name or files.name
+        self.tokenizer = load_tokenizer(files)
+        self.chat_template = load_chat_template(files, self.tokenizer)
+        self.deployment: Deployment = plan(
+            config,
+            files,
+            spec,
+            vocab_size=min(spec.vocab_size, self.tokenizer.vocab_size),
+            run_id=self.run_id,
+            cpus=host_cpus(),
+            free_nbytes=free_memory(),
+        )
+        mint = itertools.count(1)
+        self.metrics = Metrics()
+        self.supervisor = Supervisor(self.deployment.workers, config.workers, ProcessLauncher(), observer=self)
+        self.workers = self.supervisor.workers
+        self.pairs = Pairs(self.workers, mint, on_verified=self._on_change)
+        self.router = Router(self.workers, self.pairs, config.scheduler, mint, time.monotonic, self.metrics)
+        self.metrics.registry.register(
+            WorkerCollector(self.workers, self.router.counts, lambda: self.router.num_late_messages)
+        )
+        self._ready = asyncio.Event()
+        self._signals = 0
+        self._first_signal = asyncio.Event()
+        self._second_signal = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Until the first signal and the drain after it, or until a worker cannot be kept alive (StartupError)."""
+        _raise_file_limit()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signalled, number)
+        runner, url = await self._listen()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                keeping = tasks.create_task(self.supervisor.run(), name="supervisor")
+                announcing = tasks.create_task(self._announce(url), name="announce")
+                await self._first_signal.wait()
+                announcing.cancel()
+                await self._drain()
+                await runner.cleanup()
+                await self.supervisor.aclose()
+                keeping.cancel()
+        finally:
+            self.router.fail_all("the server has stopped", FailReason.SHUTDOWN)
+            await runner.cleanup()
+            await self.supervisor.aclose()
+
+    # ---------------------------------------------------------------- what the supervisor tells
+
+    def on_ready(self, worker: WorkerInfo) -> None:
+        self.pairs.on_ready(worker)
+        self._on_change()
+
+    def on_message(self, worker: WorkerInfo, message: Message) -> None:
+        if not self.pairs.take(message):
+            self.router.on_message(worker, message)
+
+    def on_down(self, worker: WorkerInfo) -> None:
+        self.pairs.on_down(worker)
+        self.router.on_down(worker)
+
+    # ---------------------------------------------------------------- what the api asks
+
+    def not_ready(self) -> list[str]:
+        """Why requests should go elsewhere; empty when every worker serves and a KV path is verified."""
+        now = asyncio.get_running_loop().time()
+        quiet_s = self.config.workers.stuck_s / 2
+        reasons = ["draining"] if self.router.is_draining else []
+        for worker in self.workers:
+            if not worker.is_ready:
+                reasons.append(f"{worker.id} is {worker.state}" + (f": {worker.cause}" if worker.cause else ""))
+            elif now - worker.heard_at > quiet_s:
+                reasons.append(f"{worker.id} has made no progress for {now - worker.heard_at:.1f} s")
+        if not self.router.can_serve() and not reasons:
+            reasons.append("no KV path between workers is verified yet")
+        return reasons
+
+    def status(self) -> dict[str, Any]:
+        now = asyncio.get_running_loop().time()
+        return {
+            "run_id": self.run_id,
+            "mode": self.deployment.mode,
+            "model": self.model_name,
+            "max_model_len": self.deployment.max_model_len,
+            "uptime_s": round(time.monotonic() - self.started, 1),
+            "draining": self.router.is_draining,
+            "workers": [_worker_status(worker, now) for worker in self.workers],
+            "pairs": self.pairs.status(),
+            "requests": self.router.counts(),
+        }
+
+    # ---------------------------------------------------------------- start and end
+
+    async def _listen(self) -> tuple[web.AppRunner, str]:
+        """Accept connections already now: /livez answers and /readyz tells what is still loading. Raises StartupError."""
+        config = self.config.server
+        services = Services(
+            router=self.router,
+            tokenizer=self.tokenizer,
+            chat_template=self.chat_template,
+            model_name=self.model_name,
+            max_model_len=self.deployment.max_model_len,
+            created=int(time.time()),
+            config=config,
+            registry=self.metrics.registry,
+            status=self.status,
+            not_ready=self.not_ready,
+            metrics=self.metrics,
+        )
+        runner = web.AppRunner(
+            build_app(services),
+            handler_cancellation=True,  # a client that leaves cancels its handler, which aborts its request
+            keepalive_timeout=_KEEPALIVE_TIMEOUT_S,
+            access_log=None,
+            shutdown_timeout=_ENDING_S,
+        )
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, config.host, config.port, backlog=1024)
+            await site.start()
+        except OSError as error:
+            await runner.cleanup()
+            raise StartupError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}") from error
+        address = runner.addresses[0]
+        host = f"[{address[0]}]" if ":" in address[0] else address[0]
+        return runner, f"http://{host}:{address[1]}"
+
+    async def _announce(self, url: str) -> None:
+        """Say once, on standard output, that requests can come."""
+        await self._ready.wait()
+        workers = ", ".join(f"{worker.id} ({self.deployment.device})" for worker in self.workers)
+        paths = ", ".join(
+            f"{pair.prefill.id} → {pair.decode.id} over {pair.transport} at {pair.gb_per_s:.1f} GB/s" for pair in self.pairs
+        )
+        took_s = time.monotonic() - self.started
+        log.info("ready", url=url, model=self.model_name, mode=self.deployment.mode, took_s=round(took_s, 1))
+        line = f"Ready after {took_s:.1f} s: {url}  {self.model_name}, {self.deployment.mode}: {workers}"
+        sys.stdout.write(line + (f"; {paths}" if paths else "") + "\n")
+        sys.stdout.flush()
+
+    def _on_change(self) -> None:
+        self.router.on_change()
+        if not self.not_ready():
+            self._ready.set()
+
+    def _signalled(self, number: int) -> None:
+        self._signals += 1
+        name = signal.Signals(number).name
+        if self._signals == 1:
+            log.info("draining", signal=name, limit_s=self.config.server.drain_s, streams=self.router.counts())
+            self._first_signal.set()
+        else:
+            log.warning("ending now", signal=name)
+            self._second_signal.set()
+
+    async def _drain(self) -> None:
+        """Until every stream has ended, ``drain_s`` is over or a second signal comes; then the rest ends with an error."""
+        draining = asyncio.ensure_future(self.router.drain())
+        forced = asyncio.ensure_future(self._second_signal.wait())
+        await asyncio.wait({draining, forced}, timeout=self.config.server.drain_s, return_when=asyncio.FIRST_COMPLETED)
+        is_complete = draining.done()
+        for task in (draining, forced):
+            task.cancel()
+        if not is_complete:
+            self.router.fail_all("the server is shutting down", FailReason.SHUTDOWN)
+
+
+def _worker_status(worker: WorkerInfo, now: float) -> dict[str, Any]:
+    stats, ready = worker.stats, worker.ready
+    return {
+        "id": worker.id,
+        "role": worker.role,
+        "pid": worker.handle.pid if worker.handle is not None else None,
+        "epoch": worker.epoch,
+        "state": worker.state,
+        "device": worker.settings.device,
+        "cpus": worker.settings.cpus,
+        "restarts": worker.restarts,
+        "heartbeat_age_s": round(now - worker.heard_at, 2),
+        "requests": {"waiting": stats.waiting if stats else 0, "running": stats.running if stats else 0},
+        "blocks": {
+            "total": ready.num_blocks if ready else 0,
+            "free": stats.free if stats else 0,
+            "reserved": stats.reserved if stats else 0,
+            "filling": stats.filling if stats else 0,
+            "in_use": stats.in_use if stats else 0,
+            "cached": stats.cached if stats else 0,
+        },
+        "decode_prefill_tokens": stats.decode_prefill_tokens if stats else 0,
+        "preemptions": stats.preemptions if stats else 0,
+        "steps": stats.steps if stats else 0,
+    }
+
+
+def _raise_file_limit() -> None:
+    """A stream is a descriptor: use what the host allows rather than the shell's default of 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _leaves(group: BaseExceptionGroup[Any]) -> list[BaseException]:
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found

@@ -1,0 +1,80 @@
+"""What a client of the router holds: one request's tokens as they come, its end, and the way to give it up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from disagg.errors import RequestFailedError
+from disagg.messages import TokenLogprobs, TokenOutput
+from disagg.request import REQUEST_TABLE, FailReason, Request, RequestEvent, RequestState, advance
+
+
+class RequestStream:
+    """Iterate it for lists of the outputs that have arrived; the last output carries a finish reason.
+
+    Iterating raises RequestFailedError when the request cannot be finished. After ``abort`` it simply ends.
+    ``num_cached_tokens`` and ``prompt_logprobs`` are valid from the first outputs (or the end) on.
+    """
+
+    def __init__(self, request: Request, on_abort: Callable[[RequestStream], None], now: float) -> None:
+        self.request = request
+        self.state = RequestState.QUEUED
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        self.tokens: list[int] = []  # generated so far
+        self.times = {RequestState.QUEUED: now}  # when each state was entered, loop time
+        self._on_abort = on_abort
+        self._arrived: list[TokenOutput] = []
+        self._error: RequestFailedError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"RequestStream({self.request.id}, {self.state}, {len(self.tokens)} tokens)"
+
+    @property
+    def is_final(self) -> bool:
+        return not REQUEST_TABLE[self.state]
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> list[TokenOutput]:
+        while not self._arrived:
+            if self._error is not None:
+                raise self._error
+            if self.is_final:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def abort(self) -> None:
+        """The client is gone or has enough: free everything everywhere. Harmless when the request has ended."""
+        if not self.is_final:
+            self._on_abort(self)
+
+    # ---------------------------------------------------------------- the router's side
+
+    def move(self, event: RequestEvent, now: float) -> None:
+        self.state = advance(REQUEST_TABLE, self.state, event)
+        self.times[self.state] = now
+        if self.is_final:
+            self._wake()
+
+    def deliver(self, output: TokenOutput) -> None:
+        self.tokens.append(output.token)
+        self._arrived.append(output)
+        self._wake()
+
+    def fail(self, message: str, reason: FailReason, now: float) -> None:
+        self._error = RequestFailedError(message, reason=reason)
+        self.move(RequestEvent.FAIL, now)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

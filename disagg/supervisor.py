@@ -1,0 +1,210 @@
+"""Keeps the workers alive: starts them, watches their progress, restarts them with backoff, and gives up in the end.
+
+    STARTING ──Ready──▶ READY ──exit, no progress──▶ DOWN ──backoff──▶ STARTING (epoch + 1)
+                                                       └ too many restarts: the whole server ends, non-zero
+
+A worker proves that it lives by its messages (Stats at least every HEARTBEAT_S between steps). One that says nothing for
+``stuck_s`` is killed: alive is not the same as responsive. Everything that is told to the observer is told in the order in which
+it happened, and after ``on_down`` nothing of that epoch follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from disagg.config import WorkersConfig
+from disagg.errors import StartupError
+from disagg.launcher import Launcher, WorkerHandle
+from disagg.messages import VERSION, Configure, Loading, Message, Ready, Shutdown, StartFailed, Stats
+
+log = structlog.get_logger(__name__)
+
+_SHUTDOWN_S = 3.0
+_BACKOFF_FIRST_S = 0.2
+_BACKOFF_MOST_S = 10.0
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class WorkerState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DOWN = "down"
+
+
+@dataclass(eq=False, slots=True)
+class WorkerInfo:
+    """What the parent knows of one worker, across its incarnations."""
+
+    id: str
+    role: Role
+    settings: Configure
+    state: WorkerState = WorkerState.DOWN
+    epoch: int = 0
+    restarts: int = 0
+    handle: WorkerHandle | None = None
+    ready: Ready | None = None  # of this epoch
+    pool_fd: int = -1
+    stats: Stats | None = None
+    heard_at: float = 0.0  # loop time of its last message
+    cause: str = ""  # why it last went down, or said that it could not start
+    exited: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is WorkerState.READY
+
+    def send(self, message: Message, fds: list[int] | None = None) -> None:
+        if self.handle is not None:
+            self.handle.send(message, fds)
+
+
+class Observer(Protocol):
+    def on_ready(self, worker: WorkerInfo) -> None: ...
+    def on_message(self, worker: WorkerInfo, message: Message) -> None: ...
+    def on_down(self, worker: WorkerInfo) -> None: ...
+
+
+class Supervisor:
+    """``run`` keeps every worker of ``settings`` alive until it is cancelled; ``aclose`` ends them."""
+
+    def __init__(self, settings: list[Configure], config: WorkersConfig, launcher: Launcher, observer: Observer) -> None:
+        self.workers = [WorkerInfo(s.worker, Role(s.role), s) for s in settings]
+        self._config = config
+        self._launcher = launcher
+        self._observer = observer
+        self._is_closing = False
+
+    async def run(self) -> None:
+        """Raises StartupError (in an ExceptionGroup) when a worker cannot be kept alive."""
+        async with asyncio.TaskGroup() as tasks:
+            for worker in self.workers:
+                tasks.create_task(self._keep_alive(worker), name=f"keep {worker.id}")
+
+    async def aclose(self) -> None:
+        """Ask every worker to end, and kill what has not ended after _SHUTDOWN_S."""
+        self._is_closing = True
+        running = [worker for worker in self.workers if worker.handle is not None]
+        for worker in running:
+            worker.send(Shutdown())
+        try:
+            async with asyncio.timeout(_SHUTDOWN_S):
+                for worker in running:
+                    await worker.exited.wait()
+        except TimeoutError:
+            for worker in running:
+                if worker.handle is not None:
+                    log.warning("worker killed", worker=worker.id, cause=f"no exit within {_SHUTDOWN_S} s of being asked")
+                    worker.handle.kill()
+            for worker in running:
+                await worker.exited.wait()
+
+    async def _keep_alive(self, worker: WorkerInfo) -> None:
+        loop = asyncio.get_running_loop()
+        deaths: deque[float] = deque()
+        while not self._is_closing:
+            self._launch(worker)
+            await self._watch(worker)
+            if self._is_closing:
+                return
+            now = loop.time()
+            deaths.append(now)
+            while deaths[0] < now - self._config.restart_window_s:
+                deaths.popleft()
+            if len(deaths) > self._config.max_restarts:
+                raise StartupError(
+                    f"worker {worker.id} went down {len(deaths)} times within {self._config.restart_window_s:g} s, "
+                    f"last: {worker.cause}"
+                )
+            if worker.ready is None and worker.restarts == 0:
+                raise StartupError(f"worker {worker.id} could not start: {worker.cause}")
+            worker.restarts += 1
+            backoff_s = min(_BACKOFF_MOST_S, _BACKOFF_FIRST_S * 2 ** (len(deaths) - 1))
+            log.warning("worker restarts", worker=worker.id, cause=worker.cause, restarts=worker.restarts, backoff_s=backoff_s)
+            await asyncio.sleep(backoff_s)
+
+    def _launch(self, worker: WorkerInfo) -> None:
+        worker.epoch += 1
+        worker.state, worker.ready, worker.stats, worker.cause = WorkerState.STARTING, None, None, ""
+        worker.heard_at = asyncio.get_running_loop().time()
+        worker.exited.clear()
+        epoch = worker.epoch
+
+        def on_message(message: Message, fds: list[int]) -> None:
+            assert worker.epoch == epoch, "a channel outlived its worker"
+            self._received(worker, message, fds)
+
+        def on_exit(cause: str) -> None:
+            self._went_down(worker, cause)
+
+        settings = msgspec.structs.replace(worker.settings, epoch=epoch)
+        worker.handle = self._launcher.launch(settings, on_message, on_exit)
+        log.info("worker started", worker=worker.id, epoch=epoch, pid=worker.handle.pid)
+
+    async def _watch(self, worker: WorkerInfo) -> None:
+        """Until the worker is down. Kills it when it does not start, or does not speak, in time."""
+        loop = asyncio.get_running_loop()
+        while not worker.exited.is_set():
+            limit_s = self._config.start_s if worker.state is WorkerState.STARTING else self._config.stuck_s
+            left_s = worker.heard_at + limit_s - loop.time()
+            if left_s <= 0 and worker.handle is not None:
+                log.error("worker killed", worker=worker.id, cause=f"no sign of progress for {limit_s:g} s")
+                worker.handle.kill()
+                await worker.exited.wait()
+                return
+            try:
+                async with asyncio.timeout(left_s):
+                    await worker.exited.wait()
+            except TimeoutError:
+                continue
+
+    def _received(self, worker: WorkerInfo, message: Message, fds: list[int]) -> None:
+        worker.heard_at = asyncio.get_running_loop().time()
+        match message:
+            case Stats():
+                worker.stats = message
+            case Loading():
+                log.info("loading", worker=worker.id, fraction=round(message.fraction, 3), what=message.what)
+            case StartFailed():
+                worker.cause = message.reason
+            case Ready():
+                worker.ready, worker.pool_fd = message, fds[0]
+                if message.version != VERSION:
+                    worker.cause = f"it speaks version {message.version}, the parent {VERSION}"
+                    if worker.handle is not None:
+                        worker.handle.kill()
+                    return
+                worker.state = WorkerState.READY
+                log.info(
+                    "worker ready", worker=worker.id, device=message.device, blocks=message.num_blocks,
+                    threads=message.num_threads, load_s=round(message.load_s, 2),
+                )  # fmt: skip
+                self._observer.on_ready(worker)
+                return
+        self._observer.on_message(worker, message)
+
+    def _went_down(self, worker: WorkerInfo, cause: str) -> None:
+        was_ready = worker.is_ready
+        reported = worker.cause if worker.ready is None else ""
+        worker.cause = reported or cause
+        worker.state, worker.handle = WorkerState.DOWN, None
+        if worker.pool_fd >= 0:
+            os.close(worker.pool_fd)
+            worker.pool_fd = -1
+        if not self._is_closing:
+            log.error("worker down", worker=worker.id, epoch=worker.epoch, cause=worker.cause)
+        if was_ready:
+            self._observer.on_down(worker)
+        worker.exited.set()

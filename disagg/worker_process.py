@@ -1,0 +1,169 @@
+"""A worker as a process: ``python -m disagg.worker_process FD PARENT_PID``. The supervisor starts it; nobody else should.
+
+It dies with its parent in every case: the kernel kills it (PDEATHSIG) even if its main thread is stuck in a kernel call, and
+the control socket's end of file ends it otherwise. It has a session of its own, so terminal signals reach the parent only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import structlog
+
+from disagg import log as logging_setup
+from disagg.channel import ChannelClosed, Connection
+from disagg.config import LogConfig
+from disagg.errors import DisaggError, ProtocolError
+from disagg.handoff.host_pool import create_pool
+from disagg.handoff.shm import ShmTransport
+from disagg.messages import HEARTBEAT_S, VERSION, Configure, Loading, Ready, Shutdown, StartFailed
+from disagg.model import find_model
+from disagg.worker import Worker
+
+log = structlog.get_logger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_CONFIGURE_TIMEOUT_S = 30.0
+_LOADING_INTERVAL_S = 0.5
+
+
+def main() -> int:
+    _die_with(parent_pid=int(sys.argv[2]))
+    connection = Connection(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        settings = _receive_settings(connection)
+        logging_setup.configure(
+            LogConfig(format=settings.log_format, level=settings.log_level), worker=settings.worker, epoch=settings.epoch
+        )
+        _take_cpus(settings)
+        try:
+            _serve(connection, settings)
+        except DisaggError as error:
+            log.error("worker cannot serve", reason=str(error))
+            connection.send(StartFailed(str(error)))
+            return 1
+    except ChannelClosed:
+        return 0  # the parent is gone, or has closed the channel to end this worker
+    return 0
+
+
+def _serve(connection: Connection, settings: Configure) -> None:
+    """Load, say Ready, then receive and step until Shutdown. Raises ChannelClosed at the parent's end, DisaggError for ours."""
+    started = time.monotonic()
+    reporter = _LoadingReporter(connection)
+    from disagg.engine.load import load_engine  # torch is imported here, after cores and thread counts are set
+
+    engine = load_engine(
+        find_model(settings.model),
+        dtype=settings.dtype,
+        block_size=settings.block_size,
+        vocab_size=settings.vocab_size,
+        device=settings.device,
+        progress=reporter.report,
+    )
+    layout = engine.layout
+    num_blocks = settings.kv_nbytes // layout.block_nbytes
+    pool_fd, mapping = create_pool(num_blocks * layout.block_nbytes, f"disagg-{settings.run_id}-{settings.worker}")
+    pool = memoryview(mapping)
+    if settings.poison:
+        _poison(mapping)
+    transport = ShmTransport(settings.worker, layout, pool)
+    worker = Worker(settings, engine, pool, transport, connection.send, time.monotonic)
+    load_s = time.monotonic() - started
+    connection.send(Ready(VERSION, layout, num_blocks, settings.device, _num_threads(), load_s), [pool_fd])
+    os.close(pool_fd)  # the parent hands it to the peers; this process has its mapping
+    try:
+        _run(connection, worker, transport)
+    finally:
+        transport.close()
+
+
+def _run(connection: Connection, worker: Worker, transport: ShmTransport) -> None:
+    """The worker's life: look for messages between steps, without waiting while there is something to compute."""
+    is_busy, told_at = False, 0.0
+    while True:
+        now = time.monotonic()
+        timeout_s = 0.0
+        if not is_busy:
+            deadlines = [told_at + HEARTBEAT_S, worker.decode.deadline or float("inf")]
+            timeout_s = max(0.0, min(deadlines) - now)
+        for message, fds in connection.receive(timeout_s, transport.fileno()):
+            if isinstance(message, Shutdown):
+                return
+            worker.receive(message, fds)
+        was_busy, is_busy = is_busy, worker.step()
+        now = time.monotonic()
+        if now - told_at >= HEARTBEAT_S or (was_busy and not is_busy):
+            connection.send(worker.stats())
+            told_at = now
+
+
+def _receive_settings(connection: Connection) -> Configure:
+    received = connection.receive(_CONFIGURE_TIMEOUT_S)
+    if len(received) != 1 or not isinstance(received[0][0], Configure):
+        raise ProtocolError(f"expected one Configure frame first, got {[type(message).__name__ for message, _ in received]}")
+    settings = received[0][0]
+    if settings.version != VERSION:
+        raise ProtocolError(f"the parent speaks version {settings.version}, this worker {VERSION}")
+    return settings
+
+
+def _die_with(parent_pid: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:  # it died before the line above
+        sys.exit(1)
+
+
+def _take_cpus(settings: Configure) -> None:
+    """Confine this process to its cores, before a library counts them."""
+    if settings.cpus:
+        os.sched_setaffinity(0, settings.cpus)
+    if settings.nice:
+        _yield_to_others(settings.nice)
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[variable] = str(_num_threads())
+
+
+def _yield_to_others(nice: int) -> None:
+    """Run after everybody else who wants these cores. Where sessions are scheduled as groups, the group must yield as well."""
+    os.nice(nice)
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    autogroup = Path("/proc/self/autogroup")
+    if autogroup.exists():
+        autogroup.write_text(str(nice))
+
+
+def _num_threads() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _poison(mapping: mmap.mmap) -> None:
+    """0xFF everywhere: NaN in every floating type, so that an unwritten slot cannot pass for a number."""
+    ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), 0xFF, len(mapping))
+
+
+class _LoadingReporter:
+    """Passes loading progress on, at most every _LOADING_INTERVAL_S: a fast loader floods neither the channel nor the log."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._told_at = 0.0
+
+    def report(self, fraction: float, what: str) -> None:
+        now = time.monotonic()
+        if fraction >= 1.0 or now - self._told_at >= _LOADING_INTERVAL_S:
+            self._told_at = now
+            self._connection.send(Loading(fraction, what))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
