@@ -8,6 +8,7 @@ Before any request:
     serve       the composition root: builds every part below and runs them in one task group
     log         structured lines on stderr, from the parent and the workers
     model       finds the model's files and reads what the parent needs of them
+    deployment  which workers, on which cores, with how much KV memory, how long a context; refused here or not at all
     supervisor  watches the workers and restarts them under a new epoch; ``launcher`` starts their processes
     worker      one engine on one device, its role a policy of its scheduler; ``worker_process`` is its process
     pairs       which prefill worker can hand over to which decode worker; ``probe`` proves that bytes arrive, and how fast

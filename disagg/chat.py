@@ -280,7 +280,9 @@ class LocalServer:
                         str(event[key]) for key in ("event", "cause", "reason", "error") if event.get(key)
                     )
                 elif "event" not in event and line.strip():
-                    self.last_error = line.strip()  # the command's own last words, or a traceback's
+                    self.last_error = line.strip().removeprefix(
+                        "disagg: error: "
+                    )  # the command's own last words, or a traceback's
                 elif event.get("event") == "loading":
                     self._advance(event)
                 elif event.get("event") == "ready":

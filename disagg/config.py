@@ -43,6 +43,8 @@ class WorkersConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = "auto"
     prefill: Annotated[int, Meta(ge=1, le=64, description="number of prefill workers")] = 1
     decode: Annotated[int, Meta(ge=1, le=64, description="number of decode workers")] = 1
+    mixed: Annotated[int, Meta(ge=1, le=64, description="number of workers where every one does both (colocated)")] = 1
+    mixed: Annotated[int, Meta(ge=1, le=64, description="number of workers that do both, in colocated mode")] = 1
     device: Annotated[Literal["cpu", "cuda", "auto"], Meta(description="where the workers run")] = "auto"
     pin_cpus: Annotated[bool, Meta(description="give each CPU worker cores of its own")] = True
     start_s: Annotated[float, Meta(gt=0, description="seconds a worker may take to load")] = 300.0
@@ -65,7 +67,6 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_num_seqs: Annotated[int, Meta(ge=1, description="most sequences a worker runs at once")] = 256
     max_queue: Annotated[int, Meta(ge=0, description="requests that may wait for a worker; more get a 429")] = 1024
     reserve_s: Annotated[float, Meta(gt=0, description="seconds a request may wait for blocks on decode")] = 60.0
-    chunk_s: Annotated[float, Meta(gt=0, description="seconds one prefill chunk and its transfer may take")] = 60.0
 
 
 class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

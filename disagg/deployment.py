@@ -69,8 +69,7 @@ def plan(
                 cpus=share,
                 nice=_PREFILL_NICE if role is Role.PREFILL else 0,
                 poison=config.kv.poison,
-                log_level=config.log.level,
-                log_format=config.log.format,
+                log=config.log,
             )
         )
         counts[role] += 1

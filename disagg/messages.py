@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from disagg.config import LogConfig
 from disagg.errors import ProtocolError
 from disagg.kv import KVLayout
 from disagg.request import SamplingParams
@@ -51,8 +52,7 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag=True):
     cpus: list[int]  # the cores this worker may use; empty = all
     nice: int
     poison: bool  # fill new pools with NaN so that a read of an unwritten slot shows
-    log_level: str
-    log_format: str
+    log: LogConfig
 
 
 class Connect(msgspec.Struct, frozen=True, array_like=True, tag=True):

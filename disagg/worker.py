@@ -132,9 +132,10 @@ class Worker:
 
     def poll(self) -> None:
         """Settle what needs no computing: finished copies, reservations that fit now or have waited too long."""
-        for completed in self._transport.completed():
-            owner = self.prefill if completed.dispatch in self.prefill else self.prober
-            owner.copied(completed)
+        while done := self._transport.completed():
+            for completed in done:
+                owner = self.prefill if completed.dispatch in self.prefill else self.prober
+                owner.copied(completed)
         self.decode.poll()
 
     def stats(self) -> Stats:

@@ -19,7 +19,6 @@ import structlog
 
 from disagg import log as logging_setup
 from disagg.channel import ChannelClosed, Connection
-from disagg.config import LogConfig
 from disagg.errors import DisaggError, ProtocolError
 from disagg.handoff.host_pool import create_pool
 from disagg.handoff.shm import ShmTransport
@@ -39,9 +38,7 @@ def main() -> int:
     connection = Connection(socket.socket(fileno=int(sys.argv[1])))
     try:
         settings = _receive_settings(connection)
-        logging_setup.configure(
-            LogConfig(format=settings.log_format, level=settings.log_level), worker=settings.worker, epoch=settings.epoch
-        )
+        logging_setup.configure(settings.log, worker=settings.worker, epoch=settings.epoch)
         _take_cpus(settings)
         try:
             _serve(connection, settings)

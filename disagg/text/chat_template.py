@@ -22,9 +22,10 @@ from disagg.errors import InvalidRequestError, UnsupportedModelError
 from disagg.model import ModelFiles
 from disagg.text.chat_messages import map_strings, template_messages
 from disagg.text.tokenizer import Tokenizer, open_vocabulary
+from disagg.text.trust import unguessable
 
 _RESERVED = {"chat_template", "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize"}
-_END_MARK = "\ufdd0end of the final message\ufdd0"
+_END_MARK = unguessable()
 # What template code raises on messages that it was not written for: its own errors, and Python's from within expressions.
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
@@ -94,7 +95,7 @@ class ChatTemplate:
                 }
             )
         except _TEMPLATE_ERRORS as error:
-            reason = str(error)[:300] or type(error).__name__
+            reason = self._tokenizer.unmark(str(error))[:300] or type(error).__name__
             raise InvalidRequestError(f"the chat template refuses these messages: {reason}", param="messages") from error
         return self._tokenizer.encode_trusted(_cut_at_end(text) if continue_final_message else text)
 

@@ -16,7 +16,7 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 class HfVocabulary:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._config = self._json("tokenizer_config.json")
+        self._config = self._json("special_tokens_map.json") | self._json("tokenizer_config.json")
 
     def backend(self) -> tokenizers.Tokenizer:
         path = self._folder / "tokenizer.json"

@@ -19,6 +19,7 @@ class StopMatcher:
             raise InvalidRequestError("a stop string cannot be empty", param="stop")
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=0)
+        self._first_chars = frozenset(stop[0] for stop in stops)
         self._include = include
         self._held = ""  # a proper prefix of a stop string, and the longest such suffix of the text so far
         self._stopped = False
@@ -35,7 +36,7 @@ class StopMatcher:
             self._stopped, self._held = True, ""
             return text[: start + len(stop)] if self._include else text[:start], stop
         tail = range(max(0, len(text) - self._longest + 1), len(text))
-        safe = next((i for i in tail if self._may_begin(text, i)), len(text))
+        safe = next((i for i in tail if text[i] in self._first_chars and self._may_begin(text[i:])), len(text))
         self._held = text[safe:]
         return text[:safe], None
 
@@ -48,5 +49,5 @@ class StopMatcher:
         found = [(start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         return min(found, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)
 
-    def _may_begin(self, text: str, start: int) -> bool:
-        return any(text[start] == stop[0] and stop.startswith(text[start:]) for stop in self._stops)
+    def _may_begin(self, suffix: str) -> bool:
+        return any(stop.startswith(suffix) for stop in self._stops)

@@ -56,6 +56,10 @@ class Tokenizer:
         """
         return self._trusting.distrust(text, following)
 
+    def unmark(self, text: str) -> str:
+        """``text`` as it was before ``distrust``."""
+        return self._trusting.unmark(text)
+
     def encode_trusted(self, text: str) -> list[int]:
         """The ids of ``text``, without BOS, where control tokens count except in what went through ``distrust``."""
         if not self._trusting.is_marked(text):

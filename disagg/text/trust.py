@@ -16,19 +16,21 @@ import secrets
 import tokenizers
 from tokenizers import AddedToken
 
-from disagg.errors import InvalidRequestError, UnsupportedModelError
+from disagg.errors import InvalidRequestError
 
-_NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # assigned to nobody, and the same in upper and lower case
+
+def unguessable() -> str:
+    """Text that no client can send on purpose. Digits, because templates change case and escape what is not ASCII."""
+    return "".join(secrets.choice("0123456789") for _ in range(24))
 
 
 class TrustingEncoder:
-    """Raises UnsupportedModelError for a vocabulary with gaps between its ids, where an alias could pass for a token."""
+    """An encoder over the vocabulary of ``backend``."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        nonce = "".join(secrets.choice(_NONCHARACTERS) for _ in range(16))
-        self._mark = f"{nonce}."
+        self._mark, nonce = unguessable(), unguessable()
         added = sorted(backend.get_added_tokens_decoder().items())
-        self._aliases = {token.content: f"{nonce}{token_id}{nonce}" for token_id, token in added if token.special}
+        self._aliases = {token.content: f"{nonce}.{token_id}." for token_id, token in added if token.special}
         names = "|".join(re.escape(name) for name in sorted(self._aliases, key=len, reverse=True)) or "(?!)"
         # Names can overlap, so every character where one starts gets a mark behind it, and a name so broken is not trusted.
         self._start_of_name = re.compile(rf"(?=(?:{names})).", re.DOTALL)
@@ -36,7 +38,12 @@ class TrustingEncoder:
         self._backend = tokenizers.Tokenizer(backend.model)  # shares the vocabulary, copies nothing
         self._backend.normalizer = backend.normalizer
         self._backend.pre_tokenizer = backend.pre_tokenizer
-        self._true_ids = {}  # the library numbers added tokens by itself
+        # The library numbers added tokens by itself, from the vocabulary's length on. Where the vocabulary's own ids have gaps,
+        # fillers take the numbers that are in use, so that no alias passes for an ordinary token.
+        ordinary = backend.get_vocab(with_added_tokens=False).values()
+        num_gaps = max(ordinary) + 1 - len(ordinary)
+        self._backend.add_tokens([AddedToken(f"{nonce}-{i}.") for i in range(num_gaps)])
+        self._true_ids = {}
         for token_id, token in added:
             alias = AddedToken(
                 self._aliases.get(token.content, token.content),
@@ -48,9 +55,6 @@ class TrustingEncoder:
             self._backend.add_tokens([alias])
             self._true_ids[self._backend.token_to_id(alias.content)] = token_id
         self._special = {token_id for token_id, token in added if token.special}
-        ordinary = set(backend.get_vocab(with_added_tokens=False).values()) - self._special
-        if any(alias in ordinary and alias != token_id for alias, token_id in self._true_ids.items()):
-            raise UnsupportedModelError("the tokenizer's vocabulary has gaps between its ids")
 
     def distrust(self, text: str, following: str = "") -> str:
         """``text`` with a mark inside everything that looks like a control token; nearly always ``text`` unchanged.
@@ -63,10 +67,14 @@ class TrustingEncoder:
     def is_marked(self, text: str) -> bool:
         return self._mark in text
 
+    def unmark(self, text: str) -> str:
+        """``text`` as it was before ``distrust``."""
+        return text.replace(self._mark, "")
+
     def encode(self, text: str) -> list[int]:
         """The ids of ``text``, in which control tokens count unless ``distrust`` marked them."""
         trusted = self._trusted_name.sub(lambda found: self._aliases[found[0]], text)
-        return self.encode_plain(trusted.replace(self._mark, ""))
+        return self.encode_plain(self.unmark(trusted))
 
     def encode_plain(self, text: str) -> list[int]:
         """The ids of ``text``, in which no control token counts.

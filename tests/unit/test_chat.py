@@ -290,7 +290,7 @@ def test_the_flags_are_handed_on_and_the_log_stays_readable(program: Callable[[s
     ("log", "message"),
     [
         (['{"level": "error", "event": "worker down", "worker": "w", "cause": "no memory"}'], "worker down: no memory"),
-        (["Traceback", "disagg: error: port 80 is taken"], "port 80 is taken"),
+        (["Traceback", "disagg: error: port 80 is taken"], "did not start: port 80 is taken"),
         ([], "exit code 3"),
     ],
 )

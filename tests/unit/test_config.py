@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from disagg.config import Config, ServerConfig, parse_size
@@ -75,6 +75,7 @@ some_settings = st.fixed_dictionaries({}, optional={name: values_of(setting) for
 
 
 @given(some_settings)
+@example({"model.name": '\x00\x1f\x7f\x85 "\\ \u2028 \U0001f600'})
 def test_every_configuration_survives_toml(values: dict[str, Any]) -> None:
     """What ``config show`` prints is TOML that says the same, with and without the comments."""
     config, origins = load_config(None, {}, values)

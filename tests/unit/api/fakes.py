@@ -39,10 +39,10 @@ Batch = Sequence[TokenOutput]
 Script = Callable[[Request], Iterable["Batch | FailReason"]]
 
 
-def tokens(text: str, finish: str | None = FinishReason.LENGTH, *, logprobs: bool = False) -> list[TokenOutput]:
+def tokens(text: str | bytes, finish: str | None = FinishReason.LENGTH, *, logprobs: bool = False) -> list[TokenOutput]:
     """One output per byte of ``text``; the last carries ``finish``."""
     outputs = []
-    for position, byte in enumerate(text.encode()):
+    for position, byte in enumerate(text.encode() if isinstance(text, str) else text):
         entry = TokenLogprobs(logprob=-0.5 - position, top=[(byte, -0.5 - position), (ord("~"), -9.0)]) if logprobs else None
         outputs.append(TokenOutput(dispatch=0, token=byte, logprobs=entry))
     if finish is not None:
@@ -56,12 +56,17 @@ def end(token: int = EOS) -> TokenOutput:
     return TokenOutput(dispatch=0, token=token, finish_reason=FinishReason.STOP, logprobs=TokenLogprobs(logprob=-0.1, top=[]))
 
 
-def says(text: str, finish: str | None = FinishReason.LENGTH) -> Script:
-    """Every request gets ``text``, one token at a time, as far as its max_tokens go."""
-    return lambda request: (
-        [output]
-        for output in tokens(text, finish, logprobs=request.params.num_logprobs is not None)[: request.params.max_tokens]
-    )
+def says(text: str) -> Script:
+    """Every request gets ``text``, one token at a time, then end-of-sequence; or less, where its max_tokens end it."""
+
+    def script(request: Request) -> Iterable[Batch]:
+        outputs = [*tokens(text, None, logprobs=request.params.num_logprobs is not None), end()]
+        limit = request.params.max_tokens
+        if limit < len(outputs):
+            outputs = tokens(text.encode()[:limit], logprobs=request.params.num_logprobs is not None)
+        return ([output] for output in outputs)
+
+    return script
 
 
 class FakeRouter:
@@ -70,7 +75,7 @@ class FakeRouter:
     def __init__(self, script: Script | None = None) -> None:
         self.script = script
         self.refusal: Exception | None = None
-        self.accepts = 10**9  # after so many, refuse
+        self.accepts = 0  # so many requests are taken before the refusal
         self.num_cached_tokens = 0
         self.streams: list[RequestStream] = []
         self.aborted: list[RequestStream] = []
@@ -81,8 +86,15 @@ class FakeRouter:
         stream = RequestStream(request, self._abort, 0.0)
         stream.move(RequestEvent.PREFILL, 0.0)
         stream.num_cached_tokens = self.num_cached_tokens
+        if request.params.num_prompt_logprobs is not None:
+            stream.prompt_logprobs = [
+                TokenLogprobs(logprob=-float(i), top=[(token, -float(i)), (ord("~"), -float("inf"))])
+                for i, token in enumerate(request.prompt)
+            ][1:]
         self.streams.append(stream)
-        if self.script is not None:
+        if request.params.max_tokens == 0:
+            stream.move(RequestEvent.FINISH, 0.0)
+        elif self.script is not None:
             self._play(stream, iter(self.script(request)))
         return stream
 
@@ -101,10 +113,6 @@ class FakeRouter:
             stream.deliver(output)
         if outputs and outputs[-1].finish_reason is not None:
             stream.move(RequestEvent.FINISH, 0.0)
-
-    def finish(self, stream: RequestStream) -> None:
-        """End a stream that has only scored its prompt."""
-        stream.move(RequestEvent.FINISH, 0.0)
 
     def _abort(self, stream: RequestStream) -> None:
         stream.move(RequestEvent.ABORT, 0.0)
@@ -236,7 +244,7 @@ async def serving(router: FakeRouter, **changes: Any) -> AsyncIterator[Client]:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for ``condition``, turning the loop; the test's deadline bounds it."""
-    while not condition():
+    while not condition():  # noqa: ASYNC110 - the fakes have no event for each condition a test may have
         await asyncio.sleep(0)
 
 

@@ -1,0 +1,101 @@
+"""What a long prefill does to everybody else's stream: the tail of the inter-token latency (ITL) while long prompts are served.
+
+    python bench/interference.py [--url URL | -- SERVE OPTIONS] [--json -]
+
+Four streams decode alone (undisturbed p50); then four more, while 3,000-token prompts arrive one after another. The window
+opens when every stream is under way and closes with the last long prompt's first token. Prompts are random ids, so
+that no prefix cache helps. Starts its own server unless --url names one (any OpenAI-compatible server will do).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import statistics
+import sys
+import time
+import urllib.request
+
+from clients import percentile, random_prompt, stream
+from server import RunningServer, report, running_server
+
+STREAMS, LONG_PROMPT, ARRIVALS, SHORT_PROMPT = 4, 3000, 3, 32
+
+
+async def undisturbed(url: str, model: str, rng: random.Random) -> list[float]:
+    runs = await asyncio.gather(*[stream(url, random_prompt(rng, SHORT_PROMPT), 64, model=model) for _ in range(STREAMS)])
+    return [gap for run in runs for gap in run.gaps_s]
+
+
+async def disturbed(url: str, model: str, rng: random.Random) -> dict[str, object]:
+    warm, window, longs = asyncio.Semaphore(0), [0.0, 0.0], []
+
+    def on_token(count: int) -> bool:
+        if count == 5:
+            warm.release()
+        return window[1] > 0
+
+    async def arrive() -> None:
+        for _ in range(STREAMS):
+            await warm.acquire()
+        window[0] = time.perf_counter()
+        for _ in range(ARRIVALS):  # two tokens, so that the whole KV cache is handed over as well
+            longs.append((await stream(url, random_prompt(rng, LONG_PROMPT), 2, model=model)).ttft_s)
+        window[1] = time.perf_counter()
+
+    streams = [stream(url, random_prompt(rng, SHORT_PROMPT), 6000, model=model, on_token=on_token) for _ in range(STREAMS)]
+    *runs, _ = await asyncio.gather(*streams, arrive())
+    gaps = []
+    for run in runs:
+        for before, after in zip(run.arrivals, run.arrivals[1:], strict=False):
+            if after > window[0]:
+                gaps.append(after - max(before, window[0]))
+    return {
+        "itl_p50_ms": round(statistics.median(gaps) * 1e3, 2),
+        "itl_p99_ms": round(percentile(gaps, 0.99) * 1e3, 2),
+        "itl_max_ms": round(max(gaps) * 1e3, 2),
+        "stream_tokens_per_s": round(len(gaps) / (window[1] - window[0]), 1),
+        "long_ttft_s": [round(ttft, 2) for ttft in longs],
+    }
+
+
+async def measure(url: str) -> dict[str, object]:
+    with urllib.request.urlopen(url + "/v1/models", timeout=10) as answer:
+        model = json.load(answer)["data"][0]["id"]
+    rng = random.Random()
+    await undisturbed(url, model, rng)  # warm-up
+    alone = await undisturbed(url, model, rng)
+    inside = await disturbed(url, model, rng)
+    p50_ms = statistics.median(alone) * 1e3
+    return {
+        "undisturbed_itl_p50_ms": round(p50_ms, 2),
+        "undisturbed_itl_p99_ms": round(percentile(alone, 0.99) * 1e3, 2),
+        "window": inside,
+        "p99_in_window_to_undisturbed_p50": round(float(str(inside["itl_p99_ms"])) / p50_ms, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", help="measure this server instead of starting one")
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--json", help="file to write, or - for bench/results/interference.json")
+    parser.add_argument("serve_options", nargs="*", help="after --: options for the server that is started")
+    args = parser.parse_args()
+    try:  # where all cores are busy an ordinary client may be starved for seconds, which would be booked as the server's latency
+        os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+    except OSError as error:
+        print(f"no real-time priority ({error}): latencies of a busy machine are not to be trusted", file=sys.stderr)
+    given = contextlib.nullcontext(RunningServer(args.url.rstrip("/"), 0)) if args.url else running_server(*args.serve_options)
+    with given as server:
+        results = [asyncio.run(measure(server.url)) for _ in range(args.runs)]
+    results.sort(key=lambda result: float(str(result["p99_in_window_to_undisturbed_p50"])))
+    report("interference", {"median": results[len(results) // 2], "runs": results}, args.json)
+
+
+if __name__ == "__main__":
+    main()

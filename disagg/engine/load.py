@@ -1,0 +1,43 @@
+"""Files → a ready engine."""
+
+from __future__ import annotations
+
+import torch
+
+from disagg.engine.base import Engine, Progress
+from disagg.engine.llama import Llama, tensor_shapes
+from disagg.engine.null import NullEngine
+from disagg.engine.torch_engine import TorchEngine
+from disagg.engine.weights_gguf import GgufWeights
+from disagg.engine.weights_safetensors import SafetensorsWeights
+from disagg.errors import ConfigError
+from disagg.model import ModelFiles, kv_layout, read_model_spec
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_engine(files: ModelFiles, *, dtype: str, block_size: int, vocab_size: int, device: str, progress: Progress) -> Engine:
+    """Read the model and build its engine.
+
+    ``dtype``: float32 or bfloat16. ``vocab_size``: the tokenizer's; ids at and above it are never sampled. Raises ConfigError,
+    or UnsupportedModelError for weights that do not fit the model's description.
+    """
+    spec = read_model_spec(files)
+    layout = kv_layout(spec, dtype, block_size)
+    if files.kind == "null":
+        return NullEngine(layout)
+    if device != "cpu":
+        raise ConfigError(f"workers.device: {device!r} is not supported by this version; use cpu")
+    if dtype not in _DTYPES:
+        raise ConfigError(f"model.dtype: {dtype!r}; supported: {', '.join(_DTYPES)}")
+    expected = tensor_shapes(spec)
+
+    def build(weights: GgufWeights | SafetensorsWeights) -> Llama:
+        return Llama(spec, weights, dtype=_DTYPES[dtype], device=torch.device(device), progress=progress)
+
+    if files.kind == "gguf":
+        model = build(GgufWeights(files, spec, expected))
+    else:
+        with SafetensorsWeights(files, expected) as weights:
+            model = build(weights)
+    return TorchEngine(model, layout, vocab_size=vocab_size)

@@ -1,0 +1,87 @@
+"""The real engine: one forward pass of a Llama over the paged pool, then sampling of the rows that end a sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from disagg.engine.base import Chunk, Sample
+from disagg.engine.llama import Llama
+from disagg.engine.sampling import Row, sample, score
+from disagg.kernels.paged import Work, make_plan, plan_order
+from disagg.kv import KVLayout
+from disagg.messages import TokenLogprobs
+
+_SCORE_ROWS = 256
+"""Prompt rows scored at once: with a vocabulary of 50,000 their float32 logits are 50 MB."""
+
+
+class TorchEngine:
+    """``vocab_size``: the tokenizer's; ids at and above it are never sampled."""
+
+    def __init__(self, model: Llama, layout: KVLayout, *, vocab_size: int) -> None:
+        self.layout = layout
+        self._model = model
+        self._vocab_size = min(vocab_size, model.spec.vocab_size)
+        self._pool: Tensor | None = None
+
+    def __repr__(self) -> str:
+        num_blocks = 0 if self._pool is None else len(self._pool)
+        return f"<TorchEngine {self._model.spec.architecture}, {self._model.dtype}, {self._model.device}, {num_blocks} blocks>"
+
+    def bind(self, pool: memoryview) -> None:
+        shape = self.layout.shape(pool.nbytes // self.layout.block_nbytes)
+        self._pool = torch.frombuffer(pool, dtype=self._model.dtype).view(shape)
+
+    @torch.inference_mode()
+    def step(self, batch: list[Chunk]) -> list[Sample]:
+        hidden = self.forward(batch)
+        ends, rows = [], []
+        for index, chunk in enumerate(batch):
+            if chunk.is_last and chunk.sequence.params.max_tokens > 0:
+                ends.append(index)
+                rows.append(Row(chunk.sequence.params, chunk.sequence.tokens, chunk.sequence.num_prompt))
+        results: dict[int, tuple[int, TokenLogprobs | None]] = {}
+        if rows:
+            logits = self.logits(torch.stack([hidden[index][-1] for index in ends]))
+            results = dict(zip(ends, sample(logits, rows)))
+        samples = []
+        for index, chunk in enumerate(batch):
+            token, logprobs = results.get(index, (None, None))
+            samples.append(Sample(token, logprobs, self._score_prompt(chunk, hidden[index])))
+        return samples
+
+    @torch.inference_mode()
+    def forward(self, batch: list[Chunk]) -> list[Tensor]:
+        """Fill the KV of every chunk. Returns the last layer's output for each chunk, [num_tokens, hidden_size], in order."""
+        assert self._pool is not None, "bind() comes before the first step"
+        works = [Work(chunk.sequence.blocks, chunk.start, chunk.num_tokens) for chunk in batch]
+        order = plan_order(works)
+        plan = make_plan([works[index] for index in order], self._pool, self._model.spec.num_heads)
+        tokens: list[int] = []
+        for index in order:
+            chunk = batch[index]
+            tokens += chunk.sequence.tokens[chunk.start : chunk.start + chunk.num_tokens]
+        hidden = self._model.hidden(torch.tensor(tokens, device=self._model.device), self._pool, plan)
+        parts: list[Tensor] = [hidden] * len(batch)
+        row = 0
+        for index in order:
+            parts[index] = hidden[row : row + works[index].num_tokens]
+            row += works[index].num_tokens
+        return parts
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [rows, vocab_size] for rows of ``forward``'s output."""
+        return self._model.logits(hidden)[:, : self._vocab_size]
+
+    def _score_prompt(self, chunk: Chunk, hidden: Tensor) -> list[TokenLogprobs] | None:
+        num_top = chunk.sequence.params.num_prompt_logprobs
+        if num_top is None:
+            return None
+        targets = chunk.sequence.tokens[chunk.start + 1 : min(chunk.start + chunk.num_tokens + 1, chunk.sequence.num_prompt)]
+        scores: list[TokenLogprobs] = []
+        for first in range(0, len(targets), _SCORE_ROWS):
+            some = targets[first : first + _SCORE_ROWS]
+            scores += score(self.logits(hidden[first : first + len(some)]), some, [num_top] * len(some))
+        return scores

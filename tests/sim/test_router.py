@@ -1,0 +1,233 @@
+"""Whole requests through the real parts: same tokens however they are served, and nothing left however they end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from tests.sim.world import DEADLINE_S, collect, request, world
+
+from disagg.errors import OverloadedError, RequestFailedError, UnavailableError
+from disagg.request import FailReason, RequestState
+
+PROMPTS = ["a", "four", "a prompt of more than one chunk, and of many blocks", "x" * 64, "block-aligned 16"]
+
+
+async def colocated_tokens(prompts: list[str], max_tokens: int) -> list[list[int]]:
+    async with world("mixed", prefix_cache=False) as w:
+        return [await collect(w.router.submit(request(prompt, max_tokens))) for prompt in prompts]
+
+
+@pytest.mark.parametrize("chunk_tokens", [3, 16, 64])
+@pytest.mark.parametrize("roles", [("prefill", "decode"), ("prefill", "prefill", "decode", "decode"), ("mixed", "mixed")])
+async def test_tokens_are_those_of_the_colocated_run(roles: tuple[str, ...], chunk_tokens: int) -> None:
+    """Disaggregated over memory equals colocated, alone and all at once, with cold and warm prefix caches on both sides."""
+    expected = await colocated_tokens(PROMPTS, 20)
+    assert all(len(tokens) == 20 for tokens in expected)
+    async with world(*roles, chunk_tokens=chunk_tokens) as w:
+        for _ in range(2):
+            alone = [await collect(w.router.submit(request(prompt, 20))) for prompt in PROMPTS]
+            together = await asyncio.gather(*[collect(w.router.submit(request(prompt, 20))) for prompt in PROMPTS])
+            assert alone == expected
+            assert together == expected
+        for name in w.handles:
+            assert w.engine_worker(name).stats().decode_prefill_tokens == 0
+        moved = sum(w.metrics.transfers)
+        assert (moved > 0) == ("decode" in roles)
+
+
+@pytest.mark.parametrize("prefill_hit", ["none", "part", "all"])
+@pytest.mark.parametrize("decode_hit", ["none", "part", "all"])
+async def test_all_nine_combinations_of_prefix_hits_give_the_same_tokens(prefill_hit: str, decode_hit: str) -> None:
+    """Prefill's cache and decode's are independent; with all of it on decode nothing is transferred at all."""
+    prompt = "sixteen bytes ok" * 2
+    (expected,) = await colocated_tokens([prompt], 6)
+    warm_up = {"none": None, "part": prompt[:20], "all": prompt}
+    async with world("prefill", "decode") as w:
+        # A prompt of one token's answer never reaches decode; a release of decode's reservation never fills its cache.
+        if text := warm_up[decode_hit]:
+            await collect(w.router.submit(request(text, 2)))
+            w.engine_worker("prefill-0").pool.allocate(64, "in_use")  # evicts all …
+            w.engine_worker("prefill-0").pool.release(list(range(64)))  # … and gives the blocks back
+        if text := warm_up[prefill_hit]:
+            await collect(w.router.submit(request(text, 1)))
+        before = len(w.metrics.transfers)
+        stream = w.router.submit(request(prompt, 6))
+        assert await collect(stream) == expected
+        blocks = {"none": 8, "part": 3, "all": 0}[decode_hit]
+        expected_nbytes = blocks * w.engine_worker("decode-0").prober._layout.block_nbytes
+        assert [w.metrics.transfers[-1]] == w.metrics.transfers[before:] == [expected_nbytes]
+        assert stream.num_cached_tokens == {"none": 0, "part": 20, "all": 28}[prefill_hit]
+
+
+async def test_the_first_token_is_prefills_and_a_one_token_request_moves_nothing() -> None:
+    """max_tokens 1 never touches decode; usage and tokens are those of the colocated run."""
+    (expected,) = await colocated_tokens(["hello"], 1)
+    async with world("prefill", "decode") as w:
+        stream = w.router.submit(request("hello", 1))
+        assert await collect(stream) == expected
+        assert (stream.state, w.metrics.transfers, w.engine_worker("decode-0").stats().steps) == (RequestState.FINISHED, [], 0)
+
+
+async def test_a_stop_token_sampled_by_prefill_ends_the_request_there() -> None:
+    """The right finish reason, no second token, and the reservation returned."""
+    (tokens,) = await colocated_tokens(["hello"], 1)
+    async with world("prefill", "decode") as w:
+        stream = w.router.submit(request("hello", 9, stop_token_ids=(tokens[0],)))
+        outputs = [output async for outputs in stream for output in outputs]
+        assert [(output.token, output.finish_reason) for output in outputs] == [(tokens[0], "stop")]
+
+
+async def test_preemption_on_decode_changes_no_token() -> None:
+    """A decode pool too small for all streams at once: some give their blocks back, and every text stays the same."""
+    prompts = [f"stream {i} with its own prompt" for i in range(6)]
+    expected = await colocated_tokens(prompts, 60)
+    async with world("prefill", "decode", kv_nbytes=64 * 50) as w:
+        got = await asyncio.gather(*[collect(w.router.submit(request(prompt, 60))) for prompt in prompts])
+        assert got == expected
+        stats = w.engine_worker("decode-0").stats()
+        assert stats.preemptions > 0
+        assert stats.decode_prefill_tokens > 0
+
+
+@pytest.mark.parametrize("state", ["queued", "reserving", "prefilling", "decoding"])
+async def test_abort_in_each_phase_leaves_everything_empty(state: str) -> None:
+    """Whatever the phase, another stream is not touched and all blocks come back (the world checks at its end)."""
+    async with world("prefill", "decode", chunk_tokens=4) as w:
+        (expected,) = await colocated_tokens(["bystander"], 30)
+        bystander = asyncio.create_task(collect(w.router.submit(request("bystander", 30))))
+        streams = [w.router.submit(request(f"{i} to be given up " * 3, 50)) for i in range(4)]
+        victim = streams[-1] if state == "queued" else streams[0]
+        await w.until(lambda: victim.state == state, f"a request in state {state}")
+        for stream in streams:
+            stream.abort()
+            stream.abort()
+        assert victim.state is RequestState.ABORTED
+        assert len(await collect(victim)) <= 50
+        assert await bystander == expected
+
+
+async def test_blocks_that_may_still_be_written_are_not_given_back() -> None:
+    """Aborted with bytes under way: decode's blocks stay reserved until the writer has quiesced, then all is empty."""
+    async with world("prefill", "decode") as w:
+        writer, decode_pool = w.handles["prefill-0"], w.engine_worker("decode-0").pool
+        writer.transport.is_open = False
+        stream = w.router.submit(request("bytes under way", 20))
+        await w.until(lambda: stream.state == RequestState.HANDING_OFF, "a request in state handing_off")
+        stream.abort()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert decode_pool.counts["reserved"] == 4
+        assert not w.router.is_empty
+        writer.open_gate()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_death_with_bytes_under_way_frees_the_survivors_blocks(role: str) -> None:
+    """The writer's death is as good as its word that it has quiesced; the reader's death leaves nothing to wait for."""
+    async with world("prefill", "decode") as w:
+        writer = w.handles["prefill-0"]
+        writer.transport.is_open = False
+        stream = w.router.submit(request("bytes under way", 20))
+        await w.until(lambda: stream.state == RequestState.HANDING_OFF, "a request in state handing_off")
+        w.handles[f"{role}-0"].kill()
+        with pytest.raises(RequestFailedError, match=f"{role}-0 died"):
+            await collect(stream)
+        writer.open_gate()
+        await w.until(lambda: bool(w.pairs.verified()), "the pair verified again")
+
+
+async def test_two_hundred_aborts_at_random_moments_leak_nothing() -> None:
+    """Aborts race every message there is; the survivors' tokens are right."""
+    rng = random.Random(7)
+    prompts = [f"{i} " + "p" * rng.randrange(1, 60) for i in range(40)]
+    expected = await colocated_tokens(prompts, 12)
+    async with world("prefill", "prefill", "decode", "decode", kv_nbytes=64 * 60) as w:
+
+        async def one(index: int) -> bool:
+            stream = w.router.submit(request(prompts[index % 40], 12))
+            if index % 6 == 5:
+                return await collect(stream) == expected[index % 40]
+            for _ in range(rng.randrange(0, 120)):
+                await asyncio.sleep(0)
+            stream.abort()
+            return stream.is_final
+
+        assert all(await asyncio.gather(*[one(index) for index in range(240)]))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_killed_workers_requests_fail_with_a_reason_and_the_server_goes_on(role: str) -> None:
+    """Each stream ends with a typed error, never silently; the other worker's blocks come back; the restarted one serves."""
+    (expected,) = await colocated_tokens(["after"], 10)
+    async with world("prefill", "decode", chunk_tokens=4) as w:
+        streams = [w.router.submit(request(f"{i} lives on the worker " * 2, 40)) for i in range(3)]
+        await w.until(lambda: streams[0].state == RequestState.DECODING, "a decoding request")
+        w.handles[f"{role}-0"].kill()
+        info = next(worker for worker in w.workers if worker.id == f"{role}-0")
+        await w.until(lambda: not info.is_ready, "the death noticed")
+        with pytest.raises(UnavailableError, match=f"{role}-0 is down"):
+            w.router.submit(request("during"))
+        results = await asyncio.gather(*[collect(stream) for stream in streams], return_exceptions=True)
+        failures = [result for result in results if isinstance(result, RequestFailedError)]
+        assert failures
+        assert all(failure.reason == FailReason.WORKER_DIED for failure in failures)
+        assert all(isinstance(result, RequestFailedError) or len(result) == 40 for result in results)
+        await w.until(lambda: bool(w.pairs.verified()), "the pair verified again")
+        assert await collect(w.router.submit(request("after", 10))) == expected
+        assert (info.epoch, info.restarts) == (2, 1)
+
+
+async def test_a_full_queue_is_refused_and_running_requests_are_not_touched() -> None:
+    """Overload gets 429's error at once; what was admitted ends right."""
+    async with world("prefill", "decode", max_queue=3) as w:
+        accepted, refused = [], 0
+        for index in range(30):
+            try:
+                accepted.append(w.router.submit(request(f"{index}" * 20, 5)))
+            except OverloadedError as error:
+                assert error.retry_after_s > 0
+                refused += 1
+        assert refused > 0
+        assert [len(await collect(stream)) for stream in accepted] == [5] * len(accepted)
+
+
+async def test_waiting_for_blocks_on_decode_is_bounded_and_typed() -> None:
+    """A reservation that cannot be met in time is an error with a reason, and everything is given back."""
+    async with world("prefill", "decode", reserve_s=0.05) as w:
+        decode = w.engine_worker("decode-0")
+        taken = decode.pool.allocate(60, "in_use")
+        with pytest.raises(RequestFailedError, match="no KV blocks within the time allowed") as caught:
+            stream = w.router.submit(request("x" * 30))
+            waiting = asyncio.create_task(collect(stream))
+            await asyncio.sleep(0.06)  # the world's clock is the real one; the worker must be woken at its deadline
+            w.handles["decode-0"]._schedule()
+            await waiting
+        assert caught.value.reason == FailReason.NO_BLOCKS
+        decode.pool.release(taken)
+
+
+async def test_drain_admits_nothing_and_waits_for_the_last_stream() -> None:
+    """Draining refuses with 503's error, and returns when the last stream has ended."""
+    async with world("prefill", "decode") as w:
+        stream = w.router.submit(request("last one", 20))
+        draining = asyncio.create_task(w.router.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(UnavailableError, match="shutting down"):
+            w.router.submit(request("too late"))
+        assert not draining.done()
+        assert len(await collect(stream)) == 20
+        async with asyncio.timeout(DEADLINE_S):
+            await draining
+
+
+async def test_ending_all_streams_gives_each_an_error_and_frees_everything() -> None:
+    """What is left when the drain time is over does not end silently."""
+    async with world("prefill", "decode", chunk_tokens=4) as w:
+        streams = [w.router.submit(request(f"{i}" * 30, 100)) for i in range(5)]
+        await w.until(lambda: streams[0].state == RequestState.DECODING, "a decoding request")
+        w.router.fail_all("the server is shutting down", FailReason.SHUTDOWN)
+        for stream in streams:
+            with pytest.raises(RequestFailedError, match="shutting down"):
+                await collect(stream)
