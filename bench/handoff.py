@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import select
@@ -70,7 +71,7 @@ def hidden(num_tokens: int, rounds: int = 3) -> dict[str, float]:
         def ttft(max_tokens: int) -> float:
             return asyncio.run(stream(server.url, random_prompt(rng, num_tokens), max_tokens, model=model)).ttft_s
 
-        model = server.get("/v1/models").split('"id":"')[1].split('"')[0]
+        model = json.loads(server.get("/v1/models"))["data"][0]["id"]
         ttft(2)
         with_handoff, without, tails = [], [], []
         for _ in range(rounds):

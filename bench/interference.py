@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
 import statistics
 import sys
 import time
-import urllib.request
 
 from clients import percentile, random_prompt, stream
 from server import RunningServer, report, running_server
@@ -49,11 +49,9 @@ async def disturbed(url: str, model: str, rng: random.Random) -> dict[str, objec
 
     streams = [stream(url, random_prompt(rng, SHORT_PROMPT), 6000, model=model, on_token=on_token) for _ in range(STREAMS)]
     *runs, _ = await asyncio.gather(*streams, arrive())
-    gaps = []
-    for run in runs:
-        for before, after in zip(run.arrivals, run.arrivals[1:], strict=False):
-            if after > window[0]:
-                gaps.append(after - max(before, window[0]))
+    gaps = [
+        after - max(before, window[0]) for run in runs for before, after in itertools.pairwise(run.arrivals) if after > window[0]
+    ]
     return {
         "itl_p50_ms": round(statistics.median(gaps) * 1e3, 2),
         "itl_p99_ms": round(percentile(gaps, 0.99) * 1e3, 2),
@@ -63,9 +61,7 @@ async def disturbed(url: str, model: str, rng: random.Random) -> dict[str, objec
     }
 
 
-async def measure(url: str) -> dict[str, object]:
-    with urllib.request.urlopen(url + "/v1/models", timeout=10) as answer:
-        model = json.load(answer)["data"][0]["id"]
+async def measure(url: str, model: str) -> dict[str, object]:
     rng = random.Random()
     await undisturbed(url, model, rng)  # warm-up
     alone = await undisturbed(url, model, rng)
@@ -92,7 +88,8 @@ def main() -> None:
         print(f"no real-time priority ({error}): latencies of a busy machine are not to be trusted", file=sys.stderr)
     given = contextlib.nullcontext(RunningServer(args.url.rstrip("/"), 0)) if args.url else running_server(*args.serve_options)
     with given as server:
-        results = [asyncio.run(measure(server.url)) for _ in range(args.runs)]
+        model = json.loads(server.get("/v1/models"))["data"][0]["id"]
+        results = [asyncio.run(measure(server.url, model)) for _ in range(args.runs)]
     results.sort(key=lambda result: float(str(result["p99_in_window_to_undisturbed_p50"])))
     report("interference", {"median": results[len(results) // 2], "runs": results}, args.json)
 

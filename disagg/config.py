@@ -44,7 +44,6 @@ class WorkersConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prefill: Annotated[int, Meta(ge=1, le=64, description="number of prefill workers")] = 1
     decode: Annotated[int, Meta(ge=1, le=64, description="number of decode workers")] = 1
     mixed: Annotated[int, Meta(ge=1, le=64, description="number of workers where every one does both (colocated)")] = 1
-    mixed: Annotated[int, Meta(ge=1, le=64, description="number of workers that do both, in colocated mode")] = 1
     device: Annotated[Literal["cpu", "cuda", "auto"], Meta(description="where the workers run")] = "auto"
     pin_cpus: Annotated[bool, Meta(description="give each CPU worker cores of its own")] = True
     start_s: Annotated[float, Meta(gt=0, description="seconds a worker may take to load")] = 300.0

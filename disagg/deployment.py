@@ -5,6 +5,7 @@ Everything that can be refused is refused here, before a process starts, with th
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,7 +110,7 @@ def _share(cpus: Sequence[int], num_workers: int) -> list[list[int]]:
     if len(cpus) < num_workers:
         return [[] for _ in range(num_workers)]
     bounds = [index * len(cpus) // num_workers for index in range(num_workers + 1)]
-    return [list(cpus[begin:end]) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    return [list(cpus[begin:end]) for begin, end in itertools.pairwise(bounds)]
 
 
 def _kv_budget(config: Config, spec: ModelSpec, layout: KVLayout, num_workers: int, free_nbytes: int) -> tuple[int, int]:
@@ -125,8 +126,8 @@ def _kv_budget(config: Config, spec: ModelSpec, layout: KVLayout, num_workers: i
         kv_nbytes = parse_size(config.kv.memory)
         if kv_nbytes * num_workers > free_nbytes:
             raise StartupError(
-                f"kv.memory = {config.kv.memory} for each of {num_workers} workers needs {kv_nbytes * num_workers / 2**30:.1f} GiB, "
-                f"{free_nbytes / 2**30:.1f} GiB are free"
+                f"kv.memory = {config.kv.memory} for each of {num_workers} workers needs "
+                f"{kv_nbytes * num_workers / 2**30:.1f} GiB, {free_nbytes / 2**30:.1f} GiB are free"
             )
     fits_len = (kv_nbytes // block_nbytes - _GROWTH_BLOCKS) * config.kv.block_size
     needed = (layout.num_blocks(config.model.max_model_len or config.kv.block_size) + _GROWTH_BLOCKS) * block_nbytes

@@ -250,9 +250,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 HEARTBEAT_S = 0.25
 
-ToWorker = (
-    Configure | Connect | Disconnect | Reserve | Prefill | Commit | Abort | Probe | Verify | Shutdown
-)
+ToWorker = Configure | Connect | Disconnect | Reserve | Prefill | Commit | Abort | Probe | Verify | Shutdown
 ToParent = (
     Loading
     | Ready

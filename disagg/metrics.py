@@ -6,6 +6,7 @@ their latest Stats when somebody asks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -43,7 +44,9 @@ class Metrics:
         self._stages = {name: stage.labels(name) for name in _STAGES}
         self._requests = Counter("disagg_http_requests", "HTTP requests", ["route", "code"], registry=r)
         self._finished = Counter("disagg_choices_finished", "Choices ended", ["finish_reason"], registry=r)
-        self._aborts = Counter("disagg_aborts", "Requests given up by the client, by the stage they were in", ["stage"], registry=r)
+        self._aborts = Counter(
+            "disagg_aborts", "Requests given up by the client, by the stage they were in", ["stage"], registry=r
+        )
         self._failures = Counter("disagg_failures", "Requests that could not be finished", ["stage"], registry=r)
         self._prompt_tokens = Counter("disagg_prompt_tokens", "Prompt tokens of ended requests", registry=r)
         self._cached_tokens = Counter("disagg_cached_prompt_tokens", "Prompt tokens that prefill found cached", registry=r)
@@ -64,7 +67,7 @@ class Metrics:
 
     def observe_request(self, stream: RequestStream) -> None:
         entered = list(stream.times.items())  # in the order of the moves
-        ends = {state: end for (state, _), (_, end) in zip(entered, entered[1:], strict=False)}
+        ends = {state: end for (state, _), (_, end) in itertools.pairwise(entered)}
         for name, state in _STAGES.items():
             if state in ends:
                 self._stages[name].observe(ends[state] - stream.times[state])

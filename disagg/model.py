@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import re
+import struct
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Literal
 
 import gguf
 import msgspec
+import numpy as np
 
 from disagg.errors import ConfigError, UnsupportedModelError
 from disagg.kv import KVLayout
@@ -148,12 +150,34 @@ def _gguf_name(path: Path) -> str:
     return re.sub(r"[.-](?:I?Q\d\w*|B?F(?:16|32))$", "", path.stem, flags=re.IGNORECASE)
 
 
+class _QuickReader(gguf.GGUFReader):
+    """Parses arrays in one go. The base class makes several arrays for every element: 2 s for a vocabulary of 50,000."""
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[gguf.GGUFValueType]]:
+        if raw_type != gguf.GGUFValueType.ARRAY or self.byte_order != "I":
+            return super()._get_field_parts(orig_offs, raw_type)
+        item_type, count = struct.unpack_from("=IQ", self.data.data, orig_offs)
+        kind, offset = gguf.GGUFValueType(item_type), orig_offs + 12
+        if kind in self.gguf_scalar_to_np:
+            items = [np.frombuffer(self.data, self.gguf_scalar_to_np[kind], count, offset)]
+            offset += items[0].nbytes
+        elif kind == gguf.GGUFValueType.STRING:
+            items = []
+            for _ in range(count):
+                (size,) = struct.unpack_from("=Q", self.data.data, offset)
+                items.append(np.frombuffer(self.data, np.uint8, size, offset + 8))
+                offset += 8 + size
+        else:
+            return super()._get_field_parts(orig_offs, raw_type)
+        return offset - orig_offs, items, list(range(len(items))), [gguf.GGUFValueType.ARRAY, kind]
+
+
 @lru_cache(maxsize=4)
 def open_gguf(path: Path) -> gguf.GGUFReader:
-    """The parsed file, memory-mapped. Cached: parsing a vocabulary takes 2 s. Raises ConfigError when it is no GGUF file."""
+    """The parsed file, memory-mapped and cached. Raises ConfigError when it is no GGUF file."""
     try:
-        return gguf.GGUFReader(path)
-    except (OSError, ValueError, KeyError, IndexError) as error:
+        return _QuickReader(path)
+    except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
         raise ConfigError(f"model.path: {path} cannot be read as GGUF: {error}") from error
 
 

@@ -103,7 +103,8 @@ class Router:
         self.num_late_messages = 0
 
     def __repr__(self) -> str:
-        return f"Router(queued {len(self._queue)}, dispatches {[(d.id, d.stream.state, d.handoff) for d in self._dispatches.values()]})"
+        dispatches = ", ".join(f"{d.id}: {d.stream.state}/{d.handoff}" for d in self._dispatches.values())
+        return f"Router(queued {len(self._queue)}, dispatches [{dispatches}])"
 
     @property
     def is_empty(self) -> bool:

@@ -1,7 +1,7 @@
 """The composition root: builds every part, runs them in one task group, and ends them in order.
 
-    load the model's description ─▶ plan the workers ─▶ listen ─▶ start workers ─▶ first verified pair = ready
-    first signal: drain (no new requests, running streams finish) ─▶ workers end ─▶ exit 0;  second signal: end now
+load the model's description ─▶ plan the workers ─▶ listen ─▶ start workers ─▶ first verified pair = ready
+first signal: drain (no new requests, running streams finish) ─▶ workers end ─▶ exit 0;  second signal: end now
 """
 
 from __future__ import annotations
@@ -83,9 +83,7 @@ class Server:
         self.workers = self.supervisor.workers
         self.pairs = Pairs(self.workers, mint, on_verified=self._on_change)
         self.router = Router(self.workers, self.pairs, config.scheduler, mint, time.monotonic, self.metrics)
-        self.metrics.registry.register(
-            WorkerCollector(self.workers, self.router.counts, lambda: self.router.num_late_messages)
-        )
+        self.metrics.registry.register(WorkerCollector(self.workers, self.router.counts, lambda: self.router.num_late_messages))
         self._ready = asyncio.Event()
         self._signals = 0
         self._first_signal = asyncio.Event()

@@ -78,7 +78,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     except DisaggError as error:
         return failure_of(error).response()
     except Exception as error:  # the last place where a bug can still be answered in JSON
-        log.exception("request broke", request_id=request[REQUEST_ID], path=request.path)
+        log.exception("request broke", request=request[REQUEST_ID], path=request.path)
         return failure_of(error).response()
 
 

@@ -55,6 +55,7 @@ def plan(raw: bytes, services: Services) -> Work:
     answer = Answer(
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         default_max_tokens=None,
+        prompt_field="messages",
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         continues=bool(body.continue_final_message),
     )

@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
 from aiohttp import web
 
+from disagg.api.answers import json_answer
 from disagg.errors import InvalidRequestError, OverloadedError, RequestFailedError, UnavailableError
 from disagg.request import FailReason
 
@@ -37,9 +37,7 @@ class Failure:
         return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self) -> web.Response:
-        return web.json_response(
-            body=orjson.dumps(self.body()), status=self.status, headers=self.headers, content_type="application/json"
-        )
+        return json_answer(self.body(), status=self.status, headers=self.headers)
 
 
 def failure_of(error: Exception) -> Failure:

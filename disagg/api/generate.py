@@ -13,15 +13,15 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import orjson
 import structlog
 from aiohttp import web
 
+from disagg.api.answers import json_answer
 from disagg.api.choice import Choice, LoggedToken
 from disagg.api.errors import failure_of
-from disagg.api.services import ARRIVED, SERVICES, Services
+from disagg.api.services import ARRIVED, REQUEST_ID, SERVICES, Services
 from disagg.api.sse import EventStream, event, json_text
 from disagg.api.validate import Work
 from disagg.errors import RequestFailedError
@@ -29,15 +29,11 @@ from disagg.text.tokenizer import Tokenizer
 
 log = structlog.get_logger(__name__)
 
-LARGE_BODY = 64 * 1024
-"""Bytes. A larger body is parsed and tokenised in a thread: it takes milliseconds that running streams should not feel."""
+LARGE_BODY = 8 * 1024
+"""Bytes. A larger body is parsed and tokenised in a thread: at about 0.2 ms per KB, running streams would feel it."""
 
 _MARK = "\ue000text\ue000"
 """Stands for the text where a chunk is cut into head and tail: private-use characters, so no model's name holds it."""
-
-
-class _WriteLogprobs(Protocol):
-    def __call__(self, tokenizer: Tokenizer, logged: Sequence[LoggedToken], num_top: int) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +45,7 @@ class Shape:
     whole: Callable[[str], dict[str, Any]]  # the complete text
     piece: Callable[[str], dict[str, Any]]  # a part of it
     opening: dict[str, Any] | None  # what a choice's stream begins with
-    logprobs: _WriteLogprobs
+    logprobs: Callable[[Tokenizer, Sequence[LoggedToken], int], dict[str, Any]]  # the int: how many of the best
     has_prompt_ids_in_choice: bool  # return_token_ids: prompt_token_ids in each choice, or beside them
 
 
@@ -108,7 +104,7 @@ class _Answer:
         )
         self.add_prompt_ids(body)
         body["usage"] = self._usage()
-        return web.Response(body=orjson.dumps(body), content_type="application/json")
+        return json_answer(body)
 
     async def stream(self, http: web.Request) -> web.StreamResponse:
         writers = [_ChunkWriter(self, choice) for choice in self._choices]
@@ -136,7 +132,7 @@ class _Answer:
                 if not events.has_begun:
                     raise
                 if not isinstance(error, RequestFailedError):
-                    log.exception("stream broke", request=self._work.id)
+                    log.exception("stream broke", request=http[REQUEST_ID], path=http.path)
                 return await events.finish(event(failure_of(error).body()))
             if self._work.include_usage:
                 ending += event({**self.body(self._shape.chunk_object, []), "usage": self._usage()})

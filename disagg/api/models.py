@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
 from aiohttp import web
 
+from disagg.api.answers import json_answer
 from disagg.api.services import SERVICES, Services
-from disagg.errors import InvalidRequestError
+from disagg.api.validate import unknown_model
 
 
 async def list_models(http: web.Request) -> web.Response:
-    return _answer({"object": "list", "data": [_model(http.app[SERVICES])]})
+    return json_answer({"object": "list", "data": [_model(http.app[SERVICES])]})
 
 
 async def get_model(http: web.Request) -> web.Response:
     services = http.app[SERVICES]
     if http.match_info["id"] != services.model_name:
-        message = f"this server has only the model '{services.model_name}'"
-        raise InvalidRequestError(message, param="model", code="model_not_found", status=404)
-    return _answer(_model(services))
+        raise unknown_model(services)
+    return json_answer(_model(services))
 
 
 def _model(services: Services) -> dict[str, Any]:
@@ -31,7 +30,3 @@ def _model(services: Services) -> dict[str, Any]:
         "owned_by": "disagg",
         "max_model_len": services.max_model_len,
     }
-
-
-def _answer(body: dict[str, Any]) -> web.Response:
-    return web.Response(body=orjson.dumps(body), content_type="application/json")

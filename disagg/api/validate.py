@@ -42,6 +42,7 @@ class Answer:
 
     max_tokens: int | None  # None: ``default_max_tokens``, or less where the context ends
     default_max_tokens: int | None  # None: the rest of the context
+    prompt_field: str = "prompt"  # named when it is too long
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     continues: bool = False  # the answer goes on in the middle of the client's own text
@@ -50,8 +51,7 @@ class Answer:
 def check_shared(body: SharedFields, services: Services) -> None:
     """Everything about the shared fields that needs no prompt. Raises InvalidRequestError."""
     if body.model is not None and body.model != services.model_name:
-        message = f"this server has only the model '{services.model_name}'"
-        raise InvalidRequestError(message, param="model", code="model_not_found", status=404)
+        raise unknown_model(services)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "only allowed with stream: true")
     if body.response_format is not None and body.response_format.type != "text":
@@ -129,14 +129,14 @@ def _sampling(body: SharedFields, services: Services, answer: Answer, *, stop_to
 
 def _max_tokens(num_prompt: int, answer: Answer, max_model_len: int) -> int:
     if num_prompt == 0:
-        raise invalid("prompt", "the prompt is empty")
+        raise invalid(answer.prompt_field, "the prompt is empty")
     room = max_model_len - num_prompt
     wanted = 1 if answer.max_tokens is None else answer.max_tokens
     if wanted > room:
         raise InvalidRequestError(
             f"this model's maximum context length is {max_model_len} tokens, but {num_prompt + wanted} were requested "
             f"({num_prompt} in the prompt, at least {wanted} for the answer)",
-            param="messages" if answer.default_max_tokens is None else "prompt",
+            param=answer.prompt_field,
             code="context_length_exceeded",
         )
     if answer.max_tokens is not None:
@@ -182,3 +182,8 @@ def invalid(param: str, sentence: str) -> InvalidRequestError:
 
 def unsupported(param: str, sentence: str) -> InvalidRequestError:
     return InvalidRequestError(f"{param}: {sentence}", param=param, code="unsupported_value")
+
+
+def unknown_model(services: Services) -> InvalidRequestError:
+    message = f"this server has only the model '{services.model_name}'"
+    return InvalidRequestError(message, param="model", code="model_not_found", status=404)

@@ -148,8 +148,8 @@ class Llama:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [rows, V] from ``hidden`` [rows, C]."""
-        logits = self._head(rms_norm(hidden, self._norm, self.spec.rms_norm_eps))
-        return logits.float()
+        logits: Tensor = self._head(rms_norm(hidden, self._norm, self.spec.rms_norm_eps))
+        return logits.to(torch.float32)
 
 
 def _pair_neighbours(tensor: Tensor, head_dim: int) -> Tensor:

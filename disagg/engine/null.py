@@ -58,7 +58,7 @@ class NullEngine:
         """CRC-32 over the sequence's keys in order, then its values."""
         kv = self._pool[blocks[: self.layout.num_blocks(num_tokens)]]  # [blocks, 2, block_size, 8]
         keys, values = (kv[:, half].reshape(-1, 8)[:num_tokens] for half in (0, 1))
-        return zlib.crc32(values.data, zlib.crc32(keys.data))
+        return zlib.crc32(values.tobytes(), zlib.crc32(keys.tobytes()))
 
 
 def _kv_bytes(tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:

@@ -32,9 +32,7 @@ class Progress:
 class Scheduler:
     """``waiting`` is in order of arrival, ``running`` in order of admission."""
 
-    def __init__(
-        self, pool: BlockPool, *, block_size: int, chunk_tokens: int, max_num_seqs: int, prefix_cache: bool
-    ) -> None:
+    def __init__(self, pool: BlockPool, *, block_size: int, chunk_tokens: int, max_num_seqs: int, prefix_cache: bool) -> None:
         self.pool = pool
         self.block_size = block_size
         self.chunk_tokens = chunk_tokens
@@ -70,7 +68,7 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def allocate(self, sequence: Sequence, *, num_tokens: int, reusable: int, spare: int, state: BlockState) -> bool:
-        """Blocks for ``num_tokens`` tokens of ``sequence``: cached ones for at most its first ``reusable`` tokens, new ones after.
+        """Blocks for ``num_tokens`` tokens: cached ones for at most the first ``reusable`` tokens of ``sequence``, new ones after.
 
         The new blocks enter ``state``. False, with nothing taken, when fewer than ``spare`` blocks would remain available.
         """

@@ -105,6 +105,8 @@ class InProcessWorker:
         if self._is_alive:
             if self.worker.step():
                 self._schedule()
+            elif (deadline := self.worker.decode.deadline) is not None:
+                self._loop.call_at(deadline, self._schedule)
             self._tell(self.worker.stats())
 
     def _tell(self, message: Message) -> None:
@@ -164,7 +166,7 @@ class World:
         """Turn the loop until ``condition`` holds, or fail saying ``what`` was waited for."""
         async with asyncio.timeout(DEADLINE_S):
             try:
-                while not condition():
+                while not condition():  # noqa: ASYNC110
                     await asyncio.sleep(0)  # look after every turn of the loop: states between two messages last one turn
             except asyncio.CancelledError:
                 raise AssertionError(f"never happened: {what}; {self.router!r}, {list(self.handles.items())}") from None
@@ -180,9 +182,7 @@ class World:
 
 
 @asynccontextmanager
-async def world(
-    *roles: str, max_queue: int = 1000, reserve_s: float = 5.0, chunk_tokens: int = 16, **changes: Any
-):  # noqa: ANN201
+async def world(*roles: str, max_queue: int = 1000, reserve_s: float = 5.0, chunk_tokens: int = 16, **changes: Any):
     """A ready world with one worker for each of ``roles``; at its end everything is empty."""
     counts = dict.fromkeys(roles, 0)
     settings = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -163,8 +164,10 @@ def make_services(router: FakeRouter, **changes: Any) -> Services:
 class Client:
     """Speaks HTTP to the application, and knows how to read its streams."""
 
-    def __init__(self, http: aiohttp.ClientSession, services: Services) -> None:
+    def __init__(self, http: aiohttp.ClientSession, services: Services, address: tuple[str, int]) -> None:
         self.http = http
+        self.address = address
+        self.url = "http://{}:{}".format(*address)
         self.services = services
 
     @property
@@ -232,11 +235,12 @@ async def serving(router: FakeRouter, **changes: Any) -> AsyncIterator[Client]:
     )
     await runner.setup()
     try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        async with aiohttp.ClientSession(f"http://{host}:{port}") as http:
-            yield Client(http, services)
+        listener = socket.create_server(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # connections inherit it: slow readers show soon
+        await web.SockSite(runner, listener).start()
+        address = listener.getsockname()
+        async with aiohttp.ClientSession("http://{}:{}".format(*address)) as http:
+            yield Client(http, services, address)
     finally:
         await runner.cleanup()
     assert all(stream.is_final for stream in router.streams), "a stream was left behind"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
+from disagg.api import completions
+from disagg.api.app import Services
+from disagg.api.validate import Work
 from disagg.messages import TokenOutput
 from disagg.request import Request
 from tests.unit.api.fakes import EOS, TOKENIZER, FakeRouter, async_test, end, says, serving, tokens
@@ -218,10 +222,19 @@ async def test_special_tokens_show_on_demand() -> None:
 
 
 @async_test
-async def test_a_long_prompt_is_planned_beside_the_loop() -> None:
-    """A body too large to tokenise between two tokens of other streams is planned in a thread, with the same result."""
-    router = FakeRouter(says("x"))
-    prompt = "ab" * 50_000
-    async with serving(router, max_model_len=200_000) as client:
+async def test_a_long_prompt_is_planned_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body that takes long to tokenise is planned in a thread, a short one at once; the result is the same."""
+    threads = []
+    plan = completions.plan
+
+    def recorded(raw: bytes, services: Services) -> Work:
+        threads.append(threading.current_thread())
+        return plan(raw, services)
+
+    monkeypatch.setattr(completions, "plan", recorded)
+    prompt = "ab" * 10_000
+    async with serving(FakeRouter(says("x")), max_model_len=200_000) as client:
+        short = await client.complete(prompt="ab", max_tokens=1)
         answer = await client.complete(prompt=prompt, max_tokens=1)
-    assert answer["usage"]["prompt_tokens"] == len(prompt)
+    assert (short["usage"]["prompt_tokens"], answer["usage"]["prompt_tokens"]) == (2, len(prompt))
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]

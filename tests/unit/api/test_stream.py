@@ -12,7 +12,7 @@ import pytest
 
 from disagg.api.sse import event, json_text
 from disagg.config import ServerConfig
-from disagg.request import FailReason, Request
+from disagg.request import FailReason, Request, RequestEvent
 from tests.unit.api.fakes import FakeRouter, async_test, end, parse_events, says, serving, tokens, until
 
 COMPLETION = {"prompt": "x", "stream": True}
@@ -52,16 +52,29 @@ async def test_a_chat_stream_begins_with_the_role() -> None:
 
 
 @async_test
+async def test_an_answer_of_one_token_is_complete() -> None:
+    """max_tokens 1: role, the token with its finish reason, usage, end."""
+    async with serving(FakeRouter(says("hey"))) as client:
+        role, token, usage = await client.chat_events(max_tokens=1, stream_options={"include_usage": True})
+    assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert (token["choices"][0]["delta"], token["choices"][0]["finish_reason"]) == ({"content": "h"}, "length")
+    assert usage["usage"]["completion_tokens"] == 1
+
+
+@async_test
 async def test_choices_interleave_as_their_tokens_come() -> None:
     """A choice that is slow does not hold back another."""
     router = FakeRouter()
-    async with serving(router) as client, client.http.post("/v1/completions", json={**COMPLETION, "n": 2}) as response:
+    async with serving(router) as client:
+        request = asyncio.create_task(client.http.post("/v1/completions", json={**COMPLETION, "n": 2}))
+        await until(lambda: len(router.streams) == 2)
         slow, fast = router.streams
         router.deliver(fast, *tokens("fast"))
-        first = await response.content.readuntil(b"\n\n")
-        assert json.loads(first.removeprefix(b"data: "))["choices"][0]["text"] == "fast"
-        router.deliver(slow, *tokens("slow"))
-        rest = parse_events((await response.read()).decode())
+        async with await request as response:
+            first = await response.content.readuntil(b"\n\n")
+            assert json.loads(first.removeprefix(b"data: "))["choices"][0]["text"] == "fast"
+            router.deliver(slow, *tokens("slow"))
+            rest = parse_events((await response.read()).decode())
     assert [event["choices"][0]["text"] for event in rest] == ["slow"]
 
 
@@ -183,15 +196,24 @@ async def test_failure_after_the_first_token_is_an_event(n: int) -> None:
 
 
 @async_test
-async def test_a_bug_in_one_stream_is_an_event_and_hurts_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unforeseen exception after the first token still ends with an error event and [DONE], and says nothing of the inside."""
+async def test_a_bug_in_one_stream_is_an_event_and_hurts_no_other() -> None:
+    """An unforeseen exception after the first token still ends in an error event and [DONE], and tells nothing of the inside."""
     router = FakeRouter()
-    async with (
-        serving(router) as client,
-        client.http.post("/v1/completions", json=COMPLETION | {"stop": "never"}) as broken,
-    ):
-        await until(lambda: bool(router.streams))
-        ...
+    async with serving(router) as client:
+        requests = [asyncio.create_task(client.complete_events(prompt="x")) for _ in range(2)]
+        await until(lambda: len(router.streams) == 2)
+        broken, healthy = router.streams
+        router.deliver(broken, *tokens("a", None))
+        router.deliver(healthy, *tokens("a", None))
+        await until(lambda: len(client.metrics.ttft) == 2)
+        broken.move(RequestEvent.FINISH, 0.0)  # it ends without saying why: a bug of the router's
+        router.deliver(healthy, *tokens("b"))
+        answers = [await request for request in requests]
+    (failed,) = [answer for answer in answers if "error" in answer[-1]]
+    (whole,) = [answer for answer in answers if "error" not in answer[-1]]
+    assert failed[-1]["error"]["message"] == "internal error"
+    assert text_of(failed[:-1]) == "a"
+    assert text_of(whole) == "ab"
 
 
 @async_test
@@ -218,13 +240,13 @@ async def test_a_client_that_leaves_frees_everything(body: dict[str, Any], after
     """Before or after the first token, streamed or not: every stream of the request is aborted."""
     router = FakeRouter()
     async with serving(router) as client:
-        async with aiohttp.ClientSession(client.http._base_url) as leaving:
+        async with aiohttp.ClientSession(client.url) as leaving:
             request = asyncio.create_task(leaving.post("/v1/completions", json={"prompt": "x", **body}))
             await until(lambda: len(router.streams) == body.get("n", 1))
             for stream in router.streams[:after_tokens]:
                 router.deliver(stream, *tokens("a", None))
             if after_tokens and body.get("stream"):
-                await request
+                (await request).close()
             request.cancel()
         await until(lambda: len(router.aborted) == len(router.streams))
         await until(lambda: bool(client.metrics.requests))
@@ -233,12 +255,21 @@ async def test_a_client_that_leaves_frees_everything(body: dict[str, Any], after
 
 @async_test
 async def test_one_clients_leaving_ends_no_other_stream() -> None:
-    """Two clients with the same request id: one leaves, the other's stream goes on to its end."""
+    """Two clients use the same X-Request-Id: one leaves, the other's stream goes on to its end."""
     router = FakeRouter()
     headers = {"X-Request-Id": "same"}
     async with serving(router) as client:
-        leaving = await client.http.post("/v1/completions", json=COMPLETION | {"n": 1}, headers=headers) if False else None
-        assert leaving is None
+        leaving = asyncio.create_task(client.http.post("/v1/completions", json=COMPLETION, headers=headers))
+        await until(lambda: len(router.streams) == 1)
+        staying = asyncio.create_task(client.http.post("/v1/completions", json=COMPLETION, headers=headers))
+        await until(lambda: len(router.streams) == 2)
+        leaving.cancel()
+        await until(lambda: bool(router.aborted))
+        router.deliver(router.streams[1], *tokens("stays"))
+        async with await staying as response:
+            events = parse_events((await response.read()).decode())
+    assert text_of(events) == "stays"
+    assert router.aborted == router.streams[:1]
 
 
 @async_test
@@ -251,14 +282,13 @@ async def test_a_slow_reader_is_held_to_bounded_memory_and_loses_nothing() -> No
 
     router = FakeRouter()
     async with serving(router, max_model_len=2 * num_tokens) as client:
-        host, port = client.http._base_url.host, client.http._base_url.port
         body = json.dumps({**COMPLETION, "max_tokens": num_tokens, "logprobs": 1, "return_token_ids": True}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         with socket.socket() as slow:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             slow.setblocking(False)
             loop = asyncio.get_running_loop()
-            await loop.sock_connect(slow, (host, port))
+            await loop.sock_connect(slow, client.address)
             await loop.sock_sendall(slow, head + body)
             await until(lambda: bool(router.streams))
             router.script = script
@@ -271,9 +301,8 @@ async def test_a_slow_reader_is_held_to_bounded_memory_and_loses_nothing() -> No
             while data := await loop.sock_recv(slow, 1 << 20):
                 received += data
     assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-    assert received.count(b'"text":"s') >= 1
-    assert sum(json.loads(line[6:])["choices"][0]["text"].count("s") for line in received.split(b"\n")
-               if line.startswith(b"data: {")) == num_tokens  # fmt: skip
+    events = [json.loads(line.removeprefix(b"data: ")) for line in received.split(b"\n") if line.startswith(b"data: {")]
+    assert text_of(events) == "s" * num_tokens
 
 
 @pytest.mark.parametrize("text", ["plain", 'quo"te\n', "ö\u2028\u2029\x85\x0b\x1c", "\ue000text\ue000", "🦙"])

@@ -13,11 +13,11 @@ from disagg.request import FinishReason, SamplingParams
 BLOCK_SIZE = 4
 
 
-def make_scheduler(*, num_blocks: int = 32, chunk_tokens: int = 16, max_num_seqs: int = 8, prefix_cache: bool = True) -> Scheduler:
+def make_scheduler(
+    *, num_blocks: int = 32, chunk_tokens: int = 16, max_num_seqs: int = 8, prefix_cache: bool = True
+) -> Scheduler:
     pool = BlockPool(num_blocks)
-    return Scheduler(
-        pool, block_size=BLOCK_SIZE, chunk_tokens=chunk_tokens, max_num_seqs=max_num_seqs, prefix_cache=prefix_cache
-    )
+    return Scheduler(pool, block_size=BLOCK_SIZE, chunk_tokens=chunk_tokens, max_num_seqs=max_num_seqs, prefix_cache=prefix_cache)
 
 
 def make_sequence(dispatch: int, num_prompt: int, max_tokens: int, *, prefill_only: bool = False, salt: int = 0) -> Sequence:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ def test_runs_cover_every_block_exactly_once_in_order(pairs: list[tuple[int, int
     planned = runs(source, target)
     unrolled = [(run.source + i, run.target + i) for run in planned for i in range(run.num_blocks)]
     assert unrolled == pairs
-    for run, after in zip(planned, planned[1:], strict=False):
+    for run, after in itertools.pairwise(planned):
         assert (run.source + run.num_blocks, run.target + run.num_blocks) != (after.source, after.target)
 
 

@@ -1,0 +1,114 @@
+"""A decode step's time by batch and context, and the bytes it must read against the memory's measured rate.
+
+    python bench/decode.py [--batches 1,4,16] [--contexts 64,1024] [--repeat 10] [--json PATH]
+
+Bytes of a step: every weight of a matrix product once, and the KV of every token of every sequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from disagg.engine.base import Chunk, Sequence
+from disagg.engine.load import load_engine
+from disagg.model import ModelSpec, find_model, read_model_spec
+from disagg.request import SamplingParams
+
+
+def measure_reading() -> float:
+    """GB/s of summing 256 MiB, the best of 5."""
+    data = torch.ones(64 << 20)
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        data.sum()
+        times.append(time.perf_counter() - started)
+    return data.nbytes / min(times) / 1e9
+
+
+def weight_nbytes(spec: ModelSpec) -> int:
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    layer = spec.hidden_size * (2 * q + 2 * kv + 3 * spec.intermediate_size)
+    return 4 * (spec.num_layers * layer + spec.hidden_size * spec.vocab_size)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--batches", default="1,4,16")
+    parser.add_argument("--contexts", default="64,1024")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--json", type=Path, default=Path("bench/results/decode.json"))
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    batches = [int(text) for text in args.batches.split(",")]
+    contexts = [int(text) for text in args.contexts.split(",")]
+    files = find_model(args.model)
+    spec = read_model_spec(files)
+    engine = load_engine(
+        files,
+        dtype="float32",
+        block_size=args.block_size,
+        vocab_size=spec.vocab_size,
+        device="cpu",
+        progress=lambda fraction, what: None,
+    )
+    layout = engine.layout
+    per_sequence = layout.num_blocks(max(contexts))
+    pool = bytearray(per_sequence * max(batches) * layout.block_nbytes)
+    torch.frombuffer(pool, dtype=torch.float32).normal_(0, 0.1)  # zeros would all lie in one page of the kernel's
+    engine.bind(memoryview(pool))
+    reading = measure_reading()
+    print(f"memory reads, one core: {reading:.1f} GB/s")
+
+    rng = random.Random(0)
+    results = []
+    for batch in batches:
+        for context in contexts:
+            free = rng.sample(range(per_sequence * max(batches)), per_sequence * max(batches))
+            chunks = []
+            for index in range(batch):
+                tokens = rng.choices(range(spec.vocab_size), k=context)
+                blocks = [free.pop() for _ in range(layout.num_blocks(context))]
+                params = SamplingParams(max_tokens=1, temperature=0.0)
+                chunks.append(Chunk(Sequence(index, tokens, params, 1, blocks=blocks), context - 1, 1))
+            times = []
+            for _ in range(args.repeat + 1):
+                started = time.perf_counter()
+                engine.step(chunks)
+                times.append(time.perf_counter() - started)
+            step_s = statistics.median(times[1:])
+            nbytes = weight_nbytes(spec) + batch * context * layout.block_nbytes // args.block_size
+            rate = nbytes / step_s / 1e9
+            results.append(
+                {
+                    "batch": batch,
+                    "context": context,
+                    "step_ms": step_s * 1e3,
+                    "best_step_ms": min(times) * 1e3,
+                    "tokens_per_s": batch / step_s,
+                    "gb_per_s": rate,
+                    "share_of_reading": rate / reading,
+                }
+            )
+            print(
+                f"batch {batch:3d}, context {context:5d}: {step_s * 1e3:6.1f} ms a step (best {min(times) * 1e3:.1f}), "
+                f"{batch / step_s:6.0f} tokens/s, {rate:5.1f} GB/s = {rate / reading:.0%} of the memory's"
+            )
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(
+        json.dumps({"model": files.name, "threads": 1, "reading_gb_per_s": reading, "steps": results}, indent=2) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
