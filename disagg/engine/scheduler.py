@@ -68,7 +68,7 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def allocate(self, sequence: Sequence, *, num_tokens: int, reusable: int, spare: int, state: BlockState) -> bool:
-        """Blocks for ``num_tokens`` tokens: cached ones for at most the first ``reusable`` tokens of ``sequence``, new ones after.
+        """Blocks for ``num_tokens`` tokens: cached ones for at most the first ``reusable`` of them, new ones after.
 
         The new blocks enter ``state``. False, with nothing taken, when fewer than ``spare`` blocks would remain available.
         """

@@ -16,7 +16,7 @@ from disagg.text.gguf_tokenizer import GgufVocabulary
 from disagg.text.hf_tokenizer import HfVocabulary
 from disagg.text.null_vocabulary import NullVocabulary
 from disagg.text.token_bytes import token_bytes
-from disagg.text.trust import TrustingEncoder
+from disagg.text.trust import TrustingEncoder, encode
 from disagg.text.vocabulary import Vocabulary
 
 
@@ -46,7 +46,7 @@ class Tokenizer:
         control token which this vocabulary cannot spell any other way.
         """
         _require_unicode(text)
-        ids = self._backend.encode(text, add_special_tokens=False).ids if allow_special else self._trusting.encode_plain(text)
+        ids = encode(self._backend, text) if allow_special else self._trusting.encode_plain(text)
         return [*self._bos_token_ids, *ids] if add_bos else ids
 
     def distrust(self, text: str, following: str = "") -> str:

@@ -24,6 +24,11 @@ def unguessable() -> str:
     return "".join(secrets.choice("0123456789") for _ in range(24))
 
 
+def encode(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+    """The ids of ``text`` without BOS. A batch of one: unlike ``encode`` it lets go of the GIL (95 ms for 256 KiB)."""
+    return backend.encode_batch([text], add_special_tokens=False)[0].ids
+
+
 class TrustingEncoder:
     """An encoder over the vocabulary of ``backend``."""
 
@@ -81,7 +86,7 @@ class TrustingEncoder:
 
         Raises InvalidRequestError for one that this vocabulary spells from its letters all the same.
         """
-        ids = self._backend.encode(text, add_special_tokens=False).ids
+        ids = encode(self._backend, text)
         for token_id in self._special.intersection(ids) - self._true_ids.keys():
             name = self._backend.id_to_token(token_id)
             raise InvalidRequestError(f"the text holds {name!r}, which is a control token to this model however it is read")

@@ -97,9 +97,17 @@ def _built_in() -> Case:
 class Rig:
     """An engine over a pool of NaN, and sequences whose blocks lie in it in random order."""
 
-    def __init__(self, files: ModelFiles, *, dtype: str = "float32", block_size: int = 16, num_tokens: int = 2048) -> None:
+    def __init__(
+        self,
+        files: ModelFiles,
+        *,
+        dtype: str = "float32",
+        block_size: int = 16,
+        num_tokens: int = 2048,
+        vocab_size: int = 1 << 30,
+    ) -> None:
         engine = load_engine(
-            files, dtype=dtype, block_size=block_size, vocab_size=1 << 30, device="cpu", progress=lambda fraction, what: None
+            files, dtype=dtype, block_size=block_size, vocab_size=vocab_size, device="cpu", progress=lambda fraction, what: None
         )
         assert isinstance(engine, TorchEngine)
         self.engine = engine

@@ -96,3 +96,16 @@ def test_prompt_logprobs_are_transformers(cases: Callable[[str], Case]) -> None:
     for position, entry in enumerate(scores):
         assert entry.logprob == pytest.approx(float(expected[position, tokens[position + 1]]), abs=1e-3)
         assert [token for token, _ in entry.top] == expected[position].topk(3).indices.tolist()
+
+
+def test_ids_beyond_the_tokenizer_are_never_sampled(cases: Callable[[str], Case]) -> None:
+    """Rows that pad the model's vocabulary take part in nothing: neither tokens nor alternatives nor the probabilities' sum."""
+    case = cases("llama")
+    tokens = prompt(50, 30)
+    expected = torch.log_softmax(reference_logits(case, tokens)[-1, :50], -1)
+    rig = Rig(case.files, vocab_size=50)
+    sample = rig.engine.step([Chunk(rig.sequence(tokens, num_logprobs=50), 0, 30)])[0]
+    assert sample.token == int(expected.argmax())
+    assert sample.logprobs is not None
+    assert sorted(token for token, _ in sample.logprobs.top) == list(range(50))
+    assert sample.logprobs.logprob == pytest.approx(float(expected.max()), abs=1e-3)
