@@ -20,7 +20,7 @@ from disagg.model import ModelFiles, ModelSpec, kv_layout
 from disagg.supervisor import Role
 
 _AUTO_KV_SHARE = 0.25  # of the memory that is free, for all workers together
-_AUTO_KV_MOST = 2 << 30
+_AUTO_KV_MOST = 1 << 30
 _PREFILL_NICE = 10
 _GROWTH_BLOCKS = 1  # a sequence at full length still needs the slot of the token being sampled
 

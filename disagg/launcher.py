@@ -18,6 +18,14 @@ from typing import Protocol
 from disagg.channel import Channel
 from disagg.messages import Configure, Message
 
+_ENVIRONMENT = {
+    # glibc gives large buffers back to the kernel when they are freed, and the next step faults its pages in again: 2,000
+    # faults in a decode step. A worker's buffers are the same size each step, so it keeps them.
+    "MALLOC_MMAP_THRESHOLD_": "1000000000",
+    "MALLOC_TRIM_THRESHOLD_": "4000000000",
+    "MALLOC_TOP_PAD_": "67108864",
+}
+
 OnMessage = Callable[[Message, list[int]], None]
 OnExit = Callable[[str], None]
 
@@ -59,6 +67,7 @@ class ProcessHandle:
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr,  # ours belongs to what the user asked for
                 start_new_session=True,
+                env={**os.environ, **_ENVIRONMENT},
             )
         self.pid = self._process.pid
         self._on_exit = on_exit

@@ -20,7 +20,7 @@ import structlog
 from disagg import log as logging_setup
 from disagg.channel import ChannelClosed, Connection
 from disagg.errors import DisaggError, ProtocolError
-from disagg.handoff.host_pool import create_pool
+from disagg.handoff.host_pool import create_pool, warm_pool
 from disagg.handoff.shm import ShmTransport
 from disagg.messages import HEARTBEAT_S, VERSION, Configure, Loading, Ready, Shutdown, StartFailed
 from disagg.model import find_model
@@ -71,6 +71,8 @@ def _serve(connection: Connection, settings: Configure) -> None:
     pool = memoryview(mapping)
     if settings.poison:
         _poison(mapping)
+    else:
+        warm_pool(mapping)
     transport = ShmTransport(settings.worker, layout, pool)
     worker = Worker(settings, engine, pool, transport, connection.send, time.monotonic)
     load_s = time.monotonic() - started

@@ -6,11 +6,15 @@ It has no name, so nothing is left behind whichever way the processes die: the m
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
+import threading
 
 from disagg.errors import HandoffError
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap has no name for it yet
 
 
 def create_pool(nbytes: int, name: str) -> tuple[int, mmap.mmap]:
@@ -41,3 +45,20 @@ def open_pool(fd: int, nbytes: int) -> mmap.mmap:
             return mmap.mmap(fd, nbytes)
         except (OSError, ValueError) as error:
             raise HandoffError(f"cannot map the peer's pool of {nbytes} bytes: {error}") from error
+
+
+def warm_pool(mapping: mmap.mmap) -> None:
+    """Back the pool with pages while its owner has nothing else to do.
+
+    A page touched for the first time costs about 3 µs: 2 ms for the 720 pages of four new blocks of the built-in model, in the
+    middle of a decode step, and 0.1 s for a prompt of 2,000 tokens that is handed over. One call into the kernel, which
+    does not hold the GIL, on a thread that runs only when its cores are idle. An older kernel refuses it, and pages
+    come as they are touched.
+    """
+
+    def populate() -> None:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # 0 is the calling thread, not the process
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(len(mapping)), _MADV_POPULATE_WRITE)
+
+    threading.Thread(target=populate, name="kv-warm-up", daemon=True).start()
