@@ -10,7 +10,7 @@ import pytest
 from disagg.errors import OverloadedError, RequestFailedError, UnavailableError
 from disagg.request import FailReason, RequestState
 from disagg.stream import RequestStream
-from tests.sim.world import DEADLINE_S, collect, request, world
+from tests.sim.world import DEADLINE_S, collect, make_layout, request, world
 
 PROMPTS = ["a", "four", "a prompt of more than one chunk, and of many blocks", "x" * 64, "block-aligned 16"]
 
@@ -57,7 +57,7 @@ async def test_all_nine_combinations_of_prefix_hits_give_the_same_tokens(prefill
         stream = w.router.submit(request(prompt, 6))
         assert await collect(stream) == expected
         blocks = {"none": 8, "part": 3, "all": 0}[decode_hit]
-        expected_nbytes = blocks * w.engine_worker("decode-0").prober._layout.block_nbytes
+        expected_nbytes = blocks * make_layout().block_nbytes
         assert [w.metrics.transfers[-1]] == w.metrics.transfers[before:] == [expected_nbytes]
         assert stream.num_cached_tokens == {"none": 0, "part": 20, "all": 28}[prefill_hit]
 

@@ -1,21 +1,27 @@
 """A whole server without processes: the real router, supervisor, pairs, workers, schedulers and state tables, on one event loop.
 
-Engines are null engines (the next token is a hash of the KV bytes read, so a wrong byte becomes a wrong token), pools are
-poisoned, bytes move by the memory transport, and every message is encoded and decoded as on a real channel.
+Engines are null engines unless a test brings its own (the next token is a hash of the KV bytes read, so a wrong byte becomes a
+wrong token), pools are poisoned, and every message is encoded and decoded as on a real channel.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+import os
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
+
 from disagg.config import LogConfig, SchedulerConfig, WorkersConfig
+from disagg.engine.base import Engine
 from disagg.engine.null import NullEngine
+from disagg.handoff.host_pool import create_pool
 from disagg.handoff.memory import MemoryNetwork, MemoryTransport
-from disagg.handoff.transport import Completed
+from disagg.handoff.shm import ShmTransport
+from disagg.handoff.transport import Completed, Transport
 from disagg.kv import KVLayout
 from disagg.launcher import OnExit, OnMessage
 from disagg.messages import VERSION, Configure, Message, Ready, Shutdown, decode, encode
@@ -44,13 +50,46 @@ def worker_settings(worker: str, role: str, **changes: Any) -> Configure:
     return Configure(**{**defaults, **changes})
 
 
-class GatedTransport(MemoryTransport):
+class Memory:
+    """Bytes move by the memory transport; pools are poisoned byte arrays."""
+
+    def __init__(self) -> None:
+        self._network = MemoryNetwork()
+
+    def build(self, settings: Configure, layout: KVLayout, num_blocks: int) -> tuple[memoryview, Transport, int]:
+        pool = memoryview(bytearray(b"\xff" * (num_blocks * layout.block_nbytes)))
+        self._network.export(settings.worker, settings.epoch, layout, pool)
+        return pool, MemoryTransport(settings.worker, layout, pool, self._network), -1
+
+    def withdraw(self, settings: Configure) -> None:
+        self._network.withdraw(settings.worker, settings.epoch)
+
+
+class Shm:
+    """Bytes move by the shm transport: memory files, descriptors, a copying thread."""
+
+    def build(self, settings: Configure, layout: KVLayout, num_blocks: int) -> tuple[memoryview, Transport, int]:
+        fd, mapping = create_pool(num_blocks * layout.block_nbytes, f"world-{settings.worker}")
+        pool = memoryview(mapping)
+        np.frombuffer(pool, dtype=np.uint8)[:] = 0xFF
+        return pool, ShmTransport(settings.worker, layout, pool), fd
+
+    def withdraw(self, settings: Configure) -> None:
+        """The memory goes with its last descriptor."""
+
+
+class Gate:
     """A transport whose completions can be held back: bytes may still be on their way as long as ``is_open`` is False."""
 
-    is_open = True
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.is_open = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
     def completed(self) -> list[Completed]:
-        return super().completed() if self.is_open else []
+        return self._transport.completed() if self.is_open else []
 
 
 class InProcessWorker:
@@ -58,29 +97,34 @@ class InProcessWorker:
 
     pid = 0
 
-    def __init__(self, settings: Configure, network: MemoryNetwork, on_message: OnMessage, on_exit: OnExit) -> None:
+    def __init__(self, settings: Configure, engine: Engine, fabric: Memory | Shm, on_message: OnMessage, on_exit: OnExit) -> None:
         self.settings = settings
         self._loop = asyncio.get_running_loop()
-        self._network = network
+        self._fabric = fabric
         self._on_message = on_message
         self._on_exit = on_exit
         self._is_alive = True
         self._is_scheduled = False
-        layout = make_layout(settings.block_size)
-        num_blocks = settings.kv_nbytes // layout.block_nbytes
-        pool = memoryview(bytearray(b"\xff" * (num_blocks * layout.block_nbytes)))
-        network.export(settings.worker, settings.epoch, layout, pool)
-        self.transport = GatedTransport(settings.worker, layout, pool, network)
-        self.worker = Worker(settings, NullEngine(layout), pool, self.transport, self._tell, self._loop.time)
-        self._tell(Ready(VERSION, layout, num_blocks, "cpu", 1, 0.0, num_fds=0))
+        num_blocks = settings.kv_nbytes // engine.layout.block_nbytes
+        pool, transport, fd = fabric.build(settings, engine.layout, num_blocks)
+        self.transport = Gate(transport)
+        self.worker = Worker(settings, engine, pool, self.transport, self._tell, self._loop.time)
+        self._wake_fd = transport.fileno()
+        if self._wake_fd >= 0:
+            self._loop.add_reader(self._wake_fd, self._schedule)
+        self._tell(Ready(VERSION, engine.layout, num_blocks, "cpu", 1, 0.0), fd)
 
     def send(self, message: Message, fds: list[int] | None = None) -> None:
-        self._loop.call_soon(self._receive, decode(encode(message)))
+        descriptors = [os.dup(fd) if fd >= 0 else fd for fd in fds or []]
+        self._loop.call_soon(self._receive, decode(encode(message)), descriptors)
 
     def kill(self) -> None:
         if self._is_alive:
             self._is_alive = False
-            self._network.withdraw(self.settings.worker, self.settings.epoch)
+            if self._wake_fd >= 0:
+                self._loop.remove_reader(self._wake_fd)
+            self.transport.close()
+            self._fabric.withdraw(self.settings)
             self._loop.call_soon(self._on_exit, "killed by SIGKILL")
 
     def open_gate(self) -> None:
@@ -88,11 +132,11 @@ class InProcessWorker:
         self.transport.is_open = True
         self._schedule()
 
-    def _receive(self, message: Message) -> None:
+    def _receive(self, message: Message, fds: list[int]) -> None:
         if isinstance(message, Shutdown):
             self.kill()
         elif self._is_alive:
-            self.worker.receive(message, [-1])
+            self.worker.receive(message, fds)
             self._schedule()
 
     def _schedule(self) -> None:
@@ -109,12 +153,12 @@ class InProcessWorker:
                 self._loop.call_at(deadline, self._schedule)
             self._tell(self.worker.stats())
 
-    def _tell(self, message: Message) -> None:
-        self._loop.call_soon(self._deliver, decode(encode(message)))
+    def _tell(self, message: Message, fd: int = -1) -> None:
+        self._loop.call_soon(self._deliver, decode(encode(message)), fd)
 
-    def _deliver(self, message: Message) -> None:
+    def _deliver(self, message: Message, fd: int) -> None:
         if self._is_alive:
-            self._on_message(message, [-1])
+            self._on_message(message, [fd])
 
 
 class NoMetrics:
@@ -132,8 +176,15 @@ class NoMetrics:
 
 
 class World:
-    def __init__(self, settings: list[Configure], scheduler: SchedulerConfig) -> None:
-        self.network = MemoryNetwork()
+    def __init__(
+        self,
+        settings: list[Configure],
+        scheduler: SchedulerConfig,
+        make_engine: Callable[[Configure], Engine],
+        fabric: Memory | Shm,
+    ) -> None:
+        self._make_engine = make_engine
+        self._fabric = fabric
         self.handles: dict[str, InProcessWorker] = {}
         self.supervisor = Supervisor(settings, WorkersConfig(), launcher=self, observer=self)
         self.workers = self.supervisor.workers
@@ -144,7 +195,8 @@ class World:
         self.router = Router(self.workers, self.pairs, scheduler, mint, loop.time, self.metrics)
 
     def launch(self, settings: Configure, on_message: OnMessage, on_exit: OnExit) -> InProcessWorker:
-        self.handles[settings.worker] = InProcessWorker(settings, self.network, on_message, on_exit)
+        engine = self._make_engine(settings)
+        self.handles[settings.worker] = InProcessWorker(settings, engine, self._fabric, on_message, on_exit)
         return self.handles[settings.worker]
 
     def on_ready(self, worker: WorkerInfo) -> None:
@@ -181,15 +233,28 @@ class World:
             assert not handle.worker.scheduler.has_work
 
 
+def null_engine(settings: Configure) -> Engine:
+    return NullEngine(make_layout(settings.block_size))
+
+
 @asynccontextmanager
-async def world(*roles: str, max_queue: int = 1000, reserve_s: float = 5.0, chunk_tokens: int = 16, **changes: Any):
+async def world(
+    *roles: str,
+    max_queue: int = 1000,
+    reserve_s: float = 5.0,
+    chunk_tokens: int = 16,
+    make_engine: Callable[[Configure], Engine] = null_engine,
+    fabric: Memory | Shm | None = None,
+    **changes: Any,
+) -> AsyncIterator[World]:
     """A ready world with one worker for each of ``roles``; at its end everything is empty."""
     counts = dict.fromkeys(roles, 0)
     settings = []
     for role in roles:
         settings.append(worker_settings(f"{role}-{counts[role]}", role, chunk_tokens=chunk_tokens, **changes))
         counts[role] += 1
-    built = World(settings, SchedulerConfig(max_queue=max_queue, reserve_s=reserve_s, chunk_tokens=chunk_tokens))
+    scheduler = SchedulerConfig(max_queue=max_queue, reserve_s=reserve_s, chunk_tokens=chunk_tokens)
+    built = World(settings, scheduler, make_engine, fabric or Memory())
     running = asyncio.create_task(built.supervisor.run())
     num_pairs = roles.count("prefill") * roles.count("decode")
     await built.until(
