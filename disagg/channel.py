@@ -1,7 +1,7 @@
-"""Frames over one inherited Unix socketpair: a 4-byte length, then a message. Descriptors ride on a frame's first byte.
+"""Frames over one inherited Unix socketpair: a 4-byte length, then a message. Descriptors ride with a frame.
 
-``Connection`` is the worker's end (it may block), ``Channel`` the parent's (on the event loop, never blocks). Neither side listens
-anywhere, so nobody else can speak on it; garbage raises ProtocolError and nothing else.
+``Connection`` is the worker's end (it may block), ``Channel`` the parent's (on the event loop, never blocks). Neither side
+listens anywhere, so nobody else can speak on it; garbage raises ProtocolError and nothing else.
 """
 
 from __future__ import annotations

@@ -47,6 +47,12 @@ class WorkersConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     device: Annotated[Literal["cpu", "cuda", "auto"], Meta(description="where the workers run")] = "auto"
     pin_cpus: Annotated[bool, Meta(description="give each CPU worker cores of its own")] = True
     start_s: Annotated[float, Meta(gt=0, description="seconds a worker may take to load")] = 300.0
+    fallback: Annotated[
+        bool, Meta(description="while no pair can serve, let the workers that are left do both prefill and decode")
+    ] = True
+    hang_s: Annotated[float, Meta(gt=0, description="seconds a worker may neither speak nor use its CPU before it is killed")] = (
+        2.0
+    )
     stuck_s: Annotated[float, Meta(gt=0, description="seconds without any progress after which a worker is killed")] = 60.0
     max_restarts: Annotated[
         int, Meta(ge=0, description="restarts of one worker within restart_window_s before the server gives up")
@@ -65,6 +71,9 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     chunk_tokens: Annotated[int, Meta(ge=1, description="most prompt tokens computed in one step")] = 512
     max_num_seqs: Annotated[int, Meta(ge=1, description="most sequences a worker runs at once")] = 256
     max_queue: Annotated[int, Meta(ge=0, description="requests that may wait for a worker; more get a 429")] = 1024
+    max_attempts: Annotated[
+        int, Meta(ge=1, description="times a request is started, over workers that die, before its client gets an error")
+    ] = 4
     reserve_s: Annotated[float, Meta(gt=0, description="seconds a request may wait for blocks on decode")] = 60.0
 
 

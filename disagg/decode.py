@@ -25,6 +25,7 @@ from disagg.request import advance
 @dataclass(slots=True)
 class _Dispatch:
     sequence: Sequence
+    num_tokens: int  # that the peer computes
     deadline: float
     state: HandoffState = HandoffState.OFFERED
 
@@ -60,8 +61,8 @@ class DecodeRole:
         return min((offer.deadline for offer in self._offers), default=None)
 
     def reserve(self, message: Reserve) -> None:
-        sequence = Sequence(message.dispatch, list(message.prompt), message.params, num_prompt=len(message.prompt))
-        dispatch = _Dispatch(sequence, self._clock() + message.timeout_s)
+        sequence = Sequence(message.dispatch, list(message.tokens), message.params, num_prompt=message.num_prompt)
+        dispatch = _Dispatch(sequence, len(message.tokens), self._clock() + message.timeout_s)
         self._dispatches[message.dispatch] = dispatch
         self._offers.append(dispatch)
 
@@ -75,15 +76,17 @@ class DecodeRole:
         self._num_reserved -= 1
         num_cached = sequence.num_computed // self._scheduler.block_size
         self._scheduler.pool.use(sequence.blocks[num_cached:])
-        sequence.num_computed = sequence.num_prompt
-        sequence.tokens.append(message.first_token)
+        sequence.num_computed = dispatch.num_tokens
+        sequence.tokens.append(message.next_token)
         self._scheduler.publish(sequence)
         self._scheduler.adopt(sequence)
         return True
 
     def adopt(self, sequence: Sequence) -> None:
         """Own a colocated sequence that decodes on the blocks its prompt was computed in."""
-        self._dispatches[sequence.dispatch] = _Dispatch(sequence, deadline=0.0, state=HandoffState.COMMITTED)
+        self._dispatches[sequence.dispatch] = _Dispatch(
+            sequence, len(sequence.tokens), deadline=0.0, state=HandoffState.COMMITTED
+        )
 
     def blocks_of(self, dispatch_id: int) -> list[int]:
         return self._dispatches[dispatch_id].sequence.blocks
@@ -127,8 +130,8 @@ class DecodeRole:
             return False
         if not scheduler.allocate(
             sequence,
-            num_tokens=sequence.num_prompt + 1,
-            reusable=sequence.num_prompt,
+            num_tokens=offer.num_tokens + 1,
+            reusable=offer.num_tokens,
             spare=num_running,
             state=BlockState.RESERVED,
         ):

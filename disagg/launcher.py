@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from disagg.channel import Channel
@@ -37,6 +38,10 @@ class WorkerHandle(Protocol):
 
     def send(self, message: Message, fds: list[int] | None = None) -> None:
         """Queue a message; ignored once the worker is gone."""
+        ...
+
+    def activity(self) -> tuple[float, bool]:
+        """(CPU seconds used so far, whether it could use more at once): a worker that only waits for a core is not stuck."""
         ...
 
     def kill(self) -> None:
@@ -84,6 +89,13 @@ class ProcessHandle:
     def kill(self) -> None:
         if self._pidfd >= 0:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def activity(self) -> tuple[float, bool]:
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        except OSError:  # it is gone; ``on_exit`` is about to say so
+            return 0.0, True
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), fields[0] == "R"
 
     def _channel_closed(self, error: Exception | None) -> None:
         """A worker that cannot be talked to is no use: make sure that it ends."""

@@ -71,19 +71,21 @@ class Disconnect(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Reserve(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Set blocks aside for the prompt (less what the prefix cache holds) and one token more, or queue for them.
+    """Set blocks aside for the tokens (less what the prefix cache holds) and one more, or queue for them.
 
-    ``timeout_s`` bounds the wait; after it the answer is Refused.
+    ``tokens`` is the prompt and, after a failover, what has been generated since. ``timeout_s`` bounds the wait; after it the
+    answer is Refused.
     """
 
     dispatch: int
-    prompt: list[int]
+    tokens: list[int]
+    num_prompt: int
     params: SamplingParams
     timeout_s: float
 
 
 class Target(msgspec.Struct, frozen=True, array_like=True):
-    """Where a prefill goes: block ``i`` of the prompt into ``blocks[i]`` of ``peer``, from block ``num_cached_blocks`` on."""
+    """Where a prefill goes: block ``i`` of its tokens into ``blocks[i]`` of ``peer``, from block ``num_cached_blocks`` on."""
 
     peer: str
     epoch: int
@@ -92,17 +94,20 @@ class Target(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Prefill(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Compute ``tokens``, as in Reserve, and sample the one after them."""
+
     dispatch: int
-    prompt: list[int]
+    tokens: list[int]
+    num_prompt: int
     params: SamplingParams
     target: Target | None  # None: colocated, go on decoding here
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """All bytes have arrived and ``first_token`` was sampled by prefill: decode from token 2 on."""
+    """All bytes have arrived and prefill has sampled ``next_token``: decode from the one after it on."""
 
     dispatch: int
-    first_token: int
+    next_token: int
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):

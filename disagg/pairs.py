@@ -161,7 +161,7 @@ class Pairs:
         # One token more than the prompt is reserved, so this asks for exactly PROBE_BLOCKS blocks. Scoring turns prefix hits off.
         params = SamplingParams(max_tokens=1, num_prompt_logprobs=0)
         prompt = [0] * (PROBE_BLOCKS * block_size - 1)
-        pair.decode.send(Reserve(dispatch, prompt, params, _RESERVE_S))
+        pair.decode.send(Reserve(dispatch, prompt, len(prompt), params, _RESERVE_S))
 
     def _verified(self, pair: Pair) -> None:
         pair.is_verified = True

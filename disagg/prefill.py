@@ -23,6 +23,7 @@ from disagg.request import advance
 @dataclass(slots=True)
 class _Dispatch:
     sequence: Sequence
+    num_tokens: int  # to compute before the first token that is sampled here
     target: Target | None
     queued_at: float
     started_at: float = 0.0
@@ -67,12 +68,12 @@ class PrefillRole:
     def start(self, message: Prefill) -> None:
         sequence = Sequence(
             message.dispatch,
-            list(message.prompt),
+            list(message.tokens),
             message.params,
-            num_prompt=len(message.prompt),
+            num_prompt=message.num_prompt,
             prefill_only=message.target is not None,
         )
-        dispatch = _Dispatch(sequence, message.target, queued_at=self._clock())
+        dispatch = _Dispatch(sequence, len(message.tokens), message.target, queued_at=self._clock())
         if message.target is not None:
             dispatch.num_pushed = message.target.num_cached_blocks
         self._dispatches[message.dispatch] = dispatch
@@ -91,7 +92,7 @@ class PrefillRole:
             if progress.chunk.start == 0:
                 dispatch.prompt_logprobs.clear()  # computed again after a preemption
             dispatch.prompt_logprobs += sample.prompt_logprobs
-        if sequence.num_computed == sequence.num_prompt:
+        if sequence.num_computed == dispatch.num_tokens:
             self._send_first_token(dispatch, progress)
             if dispatch.target is None and progress.finish_reason is None:
                 self._decode_here(sequence)

@@ -1,6 +1,8 @@
 """A request: what was asked, and the table of states it passes.
 
     QUEUED ──reserve──▶ RESERVING ──prefill──▶ PREFILLING ──first_token──▶ HANDING_OFF ──commit──▶ DECODING ──finish──▶ FINISHED
+       ▲                    │                      │                           │                      │
+       └───────────────────────────────── retry: a worker was lost ─────────────────────────────┘
 
 A colocated request skips RESERVING and HANDING_OFF moves nothing. Every state that is not final can also end by
 ``abort`` (client or operator), ``fail`` (we could not) or, with one token asked for, ``finish``.
@@ -48,10 +50,12 @@ class RequestEvent(StrEnum):
     COMMIT = "commit"
     FINISH = "finish"
     ABORT = "abort"
+    RETRY = "retry"
     FAIL = "fail"
 
 
 _ENDINGS = {RequestEvent.ABORT: RequestState.ABORTED, RequestEvent.FAIL: RequestState.FAILED}
+_SETBACKS = {RequestEvent.RETRY: RequestState.QUEUED, **_ENDINGS}
 
 REQUEST_TABLE: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
     RequestState.QUEUED: {
@@ -59,18 +63,18 @@ REQUEST_TABLE: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
         RequestEvent.PREFILL: RequestState.PREFILLING,
         **_ENDINGS,
     },
-    RequestState.RESERVING: {RequestEvent.PREFILL: RequestState.PREFILLING, **_ENDINGS},
+    RequestState.RESERVING: {RequestEvent.PREFILL: RequestState.PREFILLING, **_SETBACKS},
     RequestState.PREFILLING: {
         RequestEvent.FIRST_TOKEN: RequestState.HANDING_OFF,
         RequestEvent.FINISH: RequestState.FINISHED,
-        **_ENDINGS,
+        **_SETBACKS,
     },
     RequestState.HANDING_OFF: {
         RequestEvent.COMMIT: RequestState.DECODING,
         RequestEvent.FINISH: RequestState.FINISHED,
-        **_ENDINGS,
+        **_SETBACKS,
     },
-    RequestState.DECODING: {RequestEvent.FINISH: RequestState.FINISHED, **_ENDINGS},
+    RequestState.DECODING: {RequestEvent.FINISH: RequestState.FINISHED, **_SETBACKS},
     RequestState.FINISHED: {},
     RequestState.ABORTED: {},
     RequestState.FAILED: {},

@@ -3,9 +3,12 @@
     submit ─▶ queue ─▶ choose ─▶ Reserve ─▶ Reserved ─▶ Prefill ─▶ Prefilled ─▶ Pushed ─▶ Commit ─▶ Tokens … ─▶ finished
                           └ colocated, or one token only: Prefill without a target ─▶ Prefilled ─▶ Tokens …
 
-A request's state (what its client sees) and its dispatch (what workers hold for it) end separately: the client's stream ends at
-once, while the dispatch stays in the books until every worker has said that nothing of it is left. Decode's blocks are asked
-back only when the writer has quiesced or is dead (``disagg.handoff.protocol``).
+A request's state (what its client sees) and its dispatch (one attempt; what workers hold for it) end separately: the client's
+stream ends at once, while the dispatch stays in the books until every worker has said that nothing of it is left. Decode's
+blocks are asked back only when the writer has quiesced or is dead (``disagg.handoff.protocol``).
+
+When a worker is lost, the stream goes back to the head of the queue and its next dispatch computes prompt + generated
+tokens and goes on from there. Draws depend on seed and position only, so the text is the one it would have been.
 
 Decisions are made here and nowhere else; no I/O but ``WorkerInfo.send``. Runs on one event loop.
 """
@@ -59,9 +62,11 @@ class _Dispatch:
 
     id: int
     stream: RequestStream
+    num_tokens: int  # that prefill computes
     prefill: WorkerInfo
     decode: WorkerInfo
     handoff: HandoffState | None
+    is_current: bool = True  # its stream listens to it
     has_prefill_part: bool = True  # prefill still computes, or copies, something of it
     is_decode_gone: bool = False  # decode died: its blocks went with it
 
@@ -87,18 +92,23 @@ class Router:
         mint: Iterator[int],
         clock: Callable[[], float],
         metrics: RouterMetrics,
+        *,
+        fallback: bool,
     ) -> None:
+        """``fallback``: while no pair can serve, workers that were to serve in pairs do both."""
         self._workers = workers
         self._pairs = pairs
         self._config = config
         self._mint = mint
         self._clock = clock
         self._metrics = metrics
+        self._fallback = fallback
         self._queue: deque[RequestStream] = deque()
         self._dispatches: dict[int, _Dispatch] = {}
         self._by_stream: dict[RequestStream, _Dispatch] = {}
         self._loads = {worker.id: _Load() for worker in workers}
         self._emptied = asyncio.Event()
+        self._was_paired = False
         self.is_draining = False
         self.num_late_messages = 0
 
@@ -122,7 +132,12 @@ class Router:
         }
 
     def can_serve(self) -> bool:
-        return bool(self._pairs.verified()) or any(w.is_ready and w.role is Role.MIXED for w in self._workers)
+        return bool(self._routes())
+
+    @property
+    def is_degraded(self) -> bool:
+        """Workers serve alone that should serve in pairs."""
+        return self._was_paired and not self._pairs.verified() and self.can_serve()
 
     def submit(self, request: Request) -> RequestStream:
         """Admit a request. Raises OverloadedError when the queue is full, UnavailableError when nobody can serve it."""
@@ -155,15 +170,15 @@ class Router:
 
     def on_change(self) -> None:
         """A worker or a pair can serve now."""
+        self._was_paired = self._was_paired or bool(self._pairs.verified())
         self._dispatch_queue()
 
     def on_down(self, worker: WorkerInfo) -> None:
-        """The worker is dead: its requests fail, and what the other worker holds for them can be freed."""
-        for dispatch in [d for d in self._dispatches.values() if worker in (d.prefill, d.decode)]:
-            if dispatch.stream in self._by_stream:
-                message = f"worker {worker.id} died: {worker.cause}"
-                dispatch.stream.fail(message, FailReason.WORKER_DIED, self._clock())
-                self._forget_stream(dispatch.stream)
+        """The worker is dead: its streams go on elsewhere, and what the other worker holds for them can be freed."""
+        for dispatch in list(self._dispatches.values()):
+            if worker is not dispatch.decode and not (worker is dispatch.prefill and dispatch.has_prefill_part):
+                continue
+            self._retry(dispatch, f"worker {worker.id} died: {worker.cause}", FailReason.WORKER_DIED)
             if worker is dispatch.prefill:
                 self._prefill_is_done(dispatch)
                 if dispatch.handoff is HandoffState.PUSHING:
@@ -197,71 +212,80 @@ class Router:
     # ---------------------------------------------------------------- a request's way
 
     def _dispatch_queue(self) -> None:
-        while self._queue and (chosen := self._choose(self._queue[0].request)):
+        while self._queue and (chosen := self._choose(self._queue[0])):
             self._start(self._queue.popleft(), *chosen)
 
-    def _choose(self, request: Request) -> tuple[WorkerInfo, WorkerInfo] | None:
+    def _choose(self, stream: RequestStream) -> tuple[WorkerInfo, WorkerInfo] | None:
         """The least loaded workers that have room now, or None. Prefill's room is a step's worth of prompts ahead of it."""
-        if request.params.max_tokens <= 1:  # nothing to decode: any worker that prefills can serve it alone
-            candidates = [(pair.prefill, pair.prefill) for pair in self._pairs.verified()]
-        else:
-            candidates = [(pair.prefill, pair.decode) for pair in self._pairs.verified()]
-        candidates += [(w, w) for w in self._workers if w.is_ready and w.role is Role.MIXED]
-        candidates = [(prefill, decode) for prefill, decode in candidates if self._has_room(prefill, request)]
-        return min(candidates, key=self._load_of, default=None)
+        routes = self._routes()
+        if stream.request.params.max_tokens - len(stream.tokens) <= 1:  # nothing to decode: who prefills can serve it alone
+            routes = [(prefill, prefill) for prefill, _ in routes]
+        num_tokens = len(stream.request.prompt) + len(stream.tokens)
+        return min((route for route in routes if self._has_room(route[0], num_tokens)), key=self._load_of, default=None)
 
-    def _has_room(self, prefill: WorkerInfo, request: Request) -> bool:
+    def _routes(self) -> list[tuple[WorkerInfo, WorkerInfo]]:
+        """Who can prefill and who then decodes: verified pairs and mixed workers; while there are none, any worker alone."""
+        routes = [(pair.prefill, pair.decode) for pair in self._pairs.verified()]
+        routes += [(worker, worker) for worker in self._workers if worker.is_ready and worker.role is Role.MIXED]
+        if not routes and self._was_paired and self._fallback:
+            routes = [(worker, worker) for worker in self._workers if worker.is_ready]
+        return routes
+
+    def _has_room(self, prefill: WorkerInfo, num_tokens: int) -> bool:
         waiting = self._loads[prefill.id].prompt_tokens
-        return not waiting or waiting + len(request.prompt) <= 2 * self._config.chunk_tokens
+        return not waiting or waiting + num_tokens <= 2 * self._config.chunk_tokens
 
     def _load_of(self, pair: tuple[WorkerInfo, WorkerInfo]) -> tuple[int, int]:
         return (self._loads[pair[0].id].prompt_tokens, self._loads[pair[1].id].num_requests)
 
     def _start(self, stream: RequestStream, prefill: WorkerInfo, decode: WorkerInfo) -> None:
         is_alone = prefill is decode
-        dispatch = _Dispatch(next(self._mint), stream, prefill, decode, None if is_alone else HandoffState.OFFERED)
+        tokens, num_prompt = stream.all_tokens, len(stream.request.prompt)
+        handoff = None if is_alone else HandoffState.OFFERED
+        dispatch = _Dispatch(next(self._mint), stream, len(tokens), prefill, decode, handoff)
         self._dispatches[dispatch.id] = dispatch
         self._by_stream[stream] = dispatch
-        self._loads[prefill.id].prompt_tokens += len(stream.request.prompt)
+        self._loads[prefill.id].prompt_tokens += dispatch.num_tokens
         self._loads[decode.id].num_requests += 1
-        request = stream.request
+        stream.num_attempts += 1
         if is_alone:
             stream.move(RequestEvent.PREFILL, self._clock())
-            prefill.send(Prefill(dispatch.id, request.prompt, request.params, None))
+            prefill.send(Prefill(dispatch.id, tokens, num_prompt, stream.params, None))
         else:
             stream.move(RequestEvent.RESERVE, self._clock())
-            decode.send(Reserve(dispatch.id, request.prompt, request.params, self._config.reserve_s))
+            decode.send(Reserve(dispatch.id, tokens, num_prompt, stream.params, self._config.reserve_s))
 
     def _reserved(self, dispatch: _Dispatch, message: Reserved) -> None:
         dispatch.move(HandoffEvent.RESERVED)
         if dispatch.handoff is HandoffState.RELEASING:
             return  # the word to release it is on its way
-        request, decode = dispatch.stream.request, dispatch.decode
-        dispatch.stream.move(RequestEvent.PREFILL, self._clock())
+        stream, decode = dispatch.stream, dispatch.decode
+        stream.move(RequestEvent.PREFILL, self._clock())
         dispatch.move(HandoffEvent.PUSH)
         target = Target(decode.id, decode.epoch, message.blocks, message.num_cached_blocks)
-        dispatch.prefill.send(Prefill(dispatch.id, request.prompt, request.params, target))
+        num_prompt = len(stream.request.prompt)
+        dispatch.prefill.send(Prefill(dispatch.id, stream.all_tokens, num_prompt, stream.params, target))
 
     def _refused(self, dispatch: _Dispatch, message: Refused) -> None:
         dispatch.move(HandoffEvent.REFUSED)
-        if dispatch.stream in self._by_stream:
-            dispatch.stream.fail(f"{dispatch.decode.id}: {message.reason}", FailReason.NO_BLOCKS, self._clock())
-            self._forget_stream(dispatch.stream)
+        if dispatch.is_current:
+            self._fail(dispatch, f"{dispatch.decode.id}: {message.reason}", FailReason.NO_BLOCKS)
         self._close(dispatch)
 
     def _prefilled(self, dispatch: _Dispatch, message: Prefilled) -> None:
         stream, now = dispatch.stream, self._clock()
         if dispatch.handoff is None:
             self._prefill_is_done(dispatch)
-        if stream.is_final:
+        if not dispatch.is_current:
             return
-        stream.num_cached_tokens = message.num_cached_tokens
-        stream.prompt_logprobs = message.prompt_logprobs
+        if not stream.tokens:
+            stream.num_cached_tokens = message.num_cached_tokens
+            stream.prompt_logprobs = message.prompt_logprobs
         if message.output is not None:
             stream.deliver(message.output)
         if message.output is None or message.output.finish_reason is not None:
             stream.move(RequestEvent.FINISH, now)
-            self._forget_stream(stream)
+            self._detach(dispatch)
             if dispatch.handoff is None:
                 self._drop(dispatch)
             return  # with a hand-over, Pushed says when nothing is being written any more
@@ -275,29 +299,28 @@ class Router:
         stream = dispatch.stream
         pair = next((p for p in self._pairs if p.prefill is dispatch.prefill and p.decode is dispatch.decode), None)
         self._metrics.observe_transfer(pair.transport if pair else "", message.nbytes, message.seconds)
-        if message.error is not None and not stream.is_final:
-            stream.fail(f"KV hand-over failed: {message.error}", FailReason.HANDOFF, self._clock())
-            self._forget_stream(stream)
-        if stream.is_final:
+        if message.error is not None:
+            self._retry(dispatch, f"KV hand-over failed: {message.error}", FailReason.HANDOFF)
+        if not dispatch.is_current:
             self._close(dispatch)
             return
         dispatch.move(HandoffEvent.COMMIT)
         stream.move(RequestEvent.COMMIT, self._clock())
-        dispatch.decode.send(Commit(dispatch.id, stream.tokens[0]))
+        dispatch.decode.send(Commit(dispatch.id, stream.tokens[-1]))
 
     def _tokens(self, message: Tokens) -> None:
         """The hot path: one call per decode step, one iteration per streamed token."""
         dispatches = self._dispatches
         for output in message.outputs:
             dispatch = dispatches.get(output.dispatch)
-            if dispatch is None or dispatch.stream.is_final:
+            if dispatch is None or not dispatch.is_current:
                 self.num_late_messages += 1
                 continue
             stream = dispatch.stream
             stream.deliver(output)
             if output.finish_reason is not None:
                 stream.move(RequestEvent.FINISH, self._clock())
-                self._forget_stream(stream)
+                self._detach(dispatch)
                 dispatch.move(HandoffEvent.RELEASED)
                 self._drop(dispatch)
 
@@ -320,14 +343,33 @@ class Router:
 
     def _end(self, stream: RequestStream) -> None:
         """A stream has ended early: start freeing what workers hold for it."""
-        dispatch = self._by_stream.get(stream)
-        if dispatch is None:
+        if dispatch := self._by_stream.get(stream):
+            self._detach(dispatch)
+            self._close(dispatch)
+        else:
             self._queue.remove(stream)
             self._ended(stream)
-        else:
-            self._forget_stream(stream)
-            self._close(dispatch)
         self._dispatch_queue()
+
+    def _retry(self, dispatch: _Dispatch, message: str, reason: FailReason) -> None:
+        """An attempt is lost: queue its stream again, before all others, or fail it after too many attempts."""
+        stream = dispatch.stream
+        if not dispatch.is_current:
+            return
+        if stream.num_attempts >= self._config.max_attempts:
+            self._fail(dispatch, f"{message} (attempt {stream.num_attempts})", reason)
+            return
+        log.info(
+            "request retried", request=stream.request.id, attempt=stream.num_attempts, tokens=len(stream.tokens), cause=message
+        )
+        dispatch.is_current = False
+        del self._by_stream[stream]
+        stream.move(RequestEvent.RETRY, self._clock())
+        self._queue.appendleft(stream)
+
+    def _fail(self, dispatch: _Dispatch, message: str, reason: FailReason) -> None:
+        dispatch.stream.fail(message, reason, self._clock())
+        self._detach(dispatch)
 
     def _close(self, dispatch: _Dispatch) -> None:
         """Free what is left of a dispatch whose stream has ended, in the order that the hand-over's table allows."""
@@ -357,12 +399,14 @@ class Router:
         """Prefill computes and copies nothing of the dispatch any more: it has room for another."""
         if dispatch.has_prefill_part:
             dispatch.has_prefill_part = False
-            self._loads[dispatch.prefill.id].prompt_tokens -= len(dispatch.stream.request.prompt)
+            self._loads[dispatch.prefill.id].prompt_tokens -= dispatch.num_tokens
             self._dispatch_queue()
 
-    def _forget_stream(self, stream: RequestStream) -> None:
-        del self._by_stream[stream]
-        self._ended(stream)
+    def _detach(self, dispatch: _Dispatch) -> None:
+        """The stream of a dispatch has ended; what workers hold for it may live on for a moment."""
+        dispatch.is_current = False
+        del self._by_stream[dispatch.stream]
+        self._ended(dispatch.stream)
 
     def _ended(self, stream: RequestStream) -> None:
         self._metrics.observe_request(stream)

@@ -32,7 +32,7 @@ from disagg.model import find_model, read_model_spec
 from disagg.pairs import Pairs
 from disagg.request import FailReason
 from disagg.router import Router
-from disagg.supervisor import Supervisor, WorkerInfo
+from disagg.supervisor import Supervisor, WorkerInfo, WorkerState
 from disagg.text.chat_template import load_chat_template
 from disagg.text.tokenizer import load_tokenizer
 
@@ -82,7 +82,9 @@ class Server:
         self.supervisor = Supervisor(self.deployment.workers, config.workers, ProcessLauncher(), observer=self)
         self.workers = self.supervisor.workers
         self.pairs = Pairs(self.workers, mint, on_verified=self._on_change)
-        self.router = Router(self.workers, self.pairs, config.scheduler, mint, time.monotonic, self.metrics)
+        self.router = Router(
+            self.workers, self.pairs, config.scheduler, mint, time.monotonic, self.metrics, fallback=config.workers.fallback
+        )
         self.metrics.registry.register(WorkerCollector(self.workers, self.router.counts, lambda: self.router.num_late_messages))
         self._ready = asyncio.Event()
         self._signals = 0
@@ -133,6 +135,8 @@ class Server:
         quiet_s = self.config.workers.stuck_s / 2
         reasons = ["draining"] if self.router.is_draining else []
         for worker in self.workers:
+            if worker.state is WorkerState.GONE and self.router.can_serve():
+                continue  # given up; the others do its work, and the status says so
             if not worker.is_ready:
                 reasons.append(f"{worker.id} is {worker.state}" + (f": {worker.cause}" if worker.cause else ""))
             elif now - worker.heard_at > quiet_s:
@@ -150,6 +154,7 @@ class Server:
             "max_model_len": self.deployment.max_model_len,
             "uptime_s": round(time.monotonic() - self.started, 1),
             "draining": self.router.is_draining,
+            "degraded": self.router.is_degraded,
             "workers": [_worker_status(worker, now) for worker in self.workers],
             "pairs": self.pairs.status(),
             "requests": self.router.counts(),

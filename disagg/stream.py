@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from disagg.errors import RequestFailedError
 from disagg.messages import TokenLogprobs, TokenOutput
-from disagg.request import REQUEST_TABLE, FailReason, Request, RequestEvent, RequestState, advance
+from disagg.request import REQUEST_TABLE, FailReason, Request, RequestEvent, RequestState, SamplingParams, advance
 
 
 class RequestStream:
@@ -23,7 +25,8 @@ class RequestStream:
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.tokens: list[int] = []  # generated so far
-        self.times = {RequestState.QUEUED: now}  # when each state was entered, loop time
+        self.entered = [(RequestState.QUEUED, now)]  # every state it has been in, and since when
+        self.num_attempts = 0
         self._on_abort = on_abort
         self._arrived: list[TokenOutput] = []
         self._error: RequestFailedError | None = None
@@ -35,6 +38,19 @@ class RequestStream:
     @property
     def is_final(self) -> bool:
         return not REQUEST_TABLE[self.state]
+
+    @property
+    def all_tokens(self) -> list[int]:
+        """Prompt and generated tokens: what a next attempt has to compute."""
+        return self.request.prompt + self.tokens
+
+    @property
+    def params(self) -> SamplingParams:
+        """The request's, less what an attempt that begins after the first token need not do again."""
+        params = self.request.params
+        if self.tokens and params.num_prompt_logprobs is not None:
+            return msgspec.structs.replace(params, num_prompt_logprobs=None)
+        return params
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -62,7 +78,7 @@ class RequestStream:
 
     def move(self, event: RequestEvent, now: float) -> None:
         self.state = advance(REQUEST_TABLE, self.state, event)
-        self.times[self.state] = now
+        self.entered.append((self.state, now))
         if self.is_final:
             self._wake()
 

@@ -1,11 +1,12 @@
 """Keeps the workers alive: starts them, watches their progress, restarts them with backoff, and gives up in the end.
 
     STARTING ──Ready──▶ READY ──exit, no progress──▶ DOWN ──backoff──▶ STARTING (epoch + 1)
-                                                       └ too many restarts: the whole server ends, non-zero
+                                                       └ too many restarts ─▶ GONE, while others can serve; else the server ends
 
-A worker proves that it lives by its messages (Stats at least every HEARTBEAT_S between steps). One that says nothing for
-``stuck_s`` is killed: alive is not the same as responsive. Everything that is told to the observer is told in the order in which
-it happened, and after ``on_down`` nothing of that epoch follows.
+A worker proves that it lives by its messages (Stats at least every HEARTBEAT_S between steps). One that is silent is looked at:
+if it neither uses its CPU nor waits for one for ``hang_s`` (stopped, deadlocked) it is killed, and so is one that
+computes for ``stuck_s`` without a word: alive is not the same as responsive. The observer is told everything in the order in
+which it happened, and after ``on_down`` nothing of that epoch.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ import structlog
 from disagg.config import WorkersConfig
 from disagg.errors import StartupError
 from disagg.launcher import Launcher, WorkerHandle
-from disagg.messages import VERSION, Configure, Loading, Message, Ready, Shutdown, StartFailed, Stats
+from disagg.messages import HEARTBEAT_S, VERSION, Configure, Loading, Message, Ready, Shutdown, StartFailed, Stats
 
 log = structlog.get_logger(__name__)
 
 _SHUTDOWN_S = 3.0
+_SILENT_S = 4 * HEARTBEAT_S
+_LOOK_S = 0.25
 _BACKOFF_FIRST_S = 0.2
 _BACKOFF_MOST_S = 10.0
 
@@ -42,6 +45,7 @@ class WorkerState(StrEnum):
     STARTING = "starting"
     READY = "ready"
     DOWN = "down"
+    GONE = "gone"
 
 
 @dataclass(eq=False, slots=True)
@@ -124,6 +128,8 @@ class Supervisor:
             while deaths[0] < now - self._config.restart_window_s:
                 deaths.popleft()
             if len(deaths) > self._config.max_restarts:
+                if self._give_up(worker):
+                    return
                 raise StartupError(
                     f"worker {worker.id} went down {len(deaths)} times within {self._config.restart_window_s:g} s, "
                     f"last: {worker.cause}"
@@ -134,6 +140,13 @@ class Supervisor:
             backoff_s = min(_BACKOFF_MOST_S, _BACKOFF_FIRST_S * 2 ** (len(deaths) - 1))
             log.warning("worker restarts", worker=worker.id, cause=worker.cause, restarts=worker.restarts, backoff_s=backoff_s)
             await asyncio.sleep(backoff_s)
+
+    def _give_up(self, worker: WorkerInfo) -> bool:
+        """Leave a worker that cannot be kept alive down for good, if the others may serve without it."""
+        worker.state = WorkerState.GONE
+        can_go_on = self._config.fallback and any(other.is_ready for other in self.workers)
+        log.error("worker given up", worker=worker.id, cause=worker.cause, others_serve_on=can_go_on)
+        return can_go_on
 
     def _launch(self, worker: WorkerInfo) -> None:
         worker.epoch += 1
@@ -154,21 +167,29 @@ class Supervisor:
         log.info("worker started", worker=worker.id, epoch=epoch, pid=worker.handle.pid)
 
     async def _watch(self, worker: WorkerInfo) -> None:
-        """Until the worker is down. Kills it when it does not start, or does not speak, in time."""
+        """Until the worker is down. Kills it when it does not start, or makes no progress."""
         loop = asyncio.get_running_loop()
-        while not worker.exited.is_set():
-            limit_s = self._config.start_s if worker.state is WorkerState.STARTING else self._config.stuck_s
-            left_s = worker.heard_at + limit_s - loop.time()
-            if left_s <= 0 and worker.handle is not None:
-                log.error("worker killed", worker=worker.id, cause=f"no sign of progress for {limit_s:g} s")
+        cpu_s, active_at = 0.0, loop.time()
+        while not await _within(worker.exited, _LOOK_S):
+            now = loop.time()
+            silent_s = now - worker.heard_at
+            is_starting = worker.state is WorkerState.STARTING
+            if silent_s < _SILENT_S or worker.handle is None:
+                active_at = now
+                continue
+            used_s, is_runnable = worker.handle.activity()
+            if is_runnable or used_s != cpu_s:
+                cpu_s, active_at = used_s, now
+            cause = ""
+            if now - active_at >= self._config.hang_s and not is_starting:
+                cause = f"hung: silent for {silent_s:.1f} s, no CPU used for {now - active_at:.1f} s"
+            elif silent_s >= (self._config.start_s if is_starting else self._config.stuck_s):
+                cause = f"no sign of progress for {silent_s:.1f} s"
+            if cause:
+                log.error("worker killed", worker=worker.id, cause=cause)
+                worker.cause = cause
                 worker.handle.kill()
                 await worker.exited.wait()
-                return
-            try:
-                async with asyncio.timeout(left_s):
-                    await worker.exited.wait()
-            except TimeoutError:
-                continue
 
     def _received(self, worker: WorkerInfo, message: Message, fds: list[int]) -> None:
         worker.heard_at = asyncio.get_running_loop().time()
@@ -197,8 +218,7 @@ class Supervisor:
 
     def _went_down(self, worker: WorkerInfo, cause: str) -> None:
         was_ready = worker.is_ready
-        reported = worker.cause if worker.ready is None else ""
-        worker.cause = reported or cause
+        worker.cause = worker.cause or cause  # it may have told, or have been killed for, a better one
         worker.state, worker.handle = WorkerState.DOWN, None
         if worker.pool_fd >= 0:
             os.close(worker.pool_fd)
@@ -208,3 +228,12 @@ class Supervisor:
         if was_ready:
             self._observer.on_down(worker)
         worker.exited.set()
+
+
+async def _within(event: asyncio.Event, seconds: float) -> bool:
+    """Whether ``event`` is set within that time."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return False

@@ -31,6 +31,7 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)  # of the full blocks of tokens, as far as they were needed
     num_computed: int = 0
     num_cached: int = 0  # prompt tokens whose KV came from the prefix cache
+    was_whole: bool = False  # KV of all its tokens has existed: computing any but the newest is doing it again
     is_filling: bool = False  # its blocks are being computed here; false once every token but the last has KV
 
     @property

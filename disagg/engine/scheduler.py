@@ -43,7 +43,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prefix_queries = 0  # full prompt blocks looked up …
         self.num_prefix_hits = 0  # … and found
-        self.num_recomputed_tokens = 0  # computed a second time after a preemption
+        self.num_recomputed_tokens = 0  # whose KV had existed before
 
     def __repr__(self) -> str:
         return f"Scheduler(waiting {len(self.waiting)}, running {len(self.running)}, {self.pool!r})"
@@ -58,6 +58,7 @@ class Scheduler:
 
     def adopt(self, sequence: Sequence) -> None:
         """Go on decoding a sequence whose blocks already hold all but its last token."""
+        sequence.was_whole = True
         self.running.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -164,8 +165,9 @@ class Scheduler:
 
     def _commit_one(self, chunk: Chunk, sample: Sample) -> Progress:
         sequence, is_last = chunk.sequence, chunk.is_last
-        if sequence.num_generated:
+        if sequence.was_whole:
             self.num_recomputed_tokens += chunk.num_tokens - is_last
+        sequence.was_whole = sequence.was_whole or is_last
         sequence.num_computed = chunk.start + chunk.num_tokens
         first, num_whole = chunk.start // self.block_size, sequence.num_computed // self.block_size
         if sequence.is_filling:

@@ -80,43 +80,66 @@ def test_abort_while_a_long_prompt_is_computed(running: Server) -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_killed_worker_is_replaced_and_its_streams_end_with_an_error(role: str) -> None:
-    """kill -9: each stream ends with an error event and [DONE], the server serves again, nothing is left of the dead."""
+def test_a_killed_worker_is_replaced_and_nothing_is_left_of_it(role: str) -> None:
+    """kill -9 of a worker that is in the middle of a long prompt: the request is answered all the same, right."""
+    prompt = [65] * 60_000
     with server("--model", "null") as running:
-        expected = running.complete("after the restart", 16)
-        streams = [running.stream(f"until the end {index}", LONG) for index in range(8)]
-        for stream in streams:
-            assert stream.next_event()
-        if role == "prefill":
-            connection = running.connect()
-            body = json.dumps({"prompt": [65] * 120_000, "max_tokens": 5, "stream": True})
-            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-            until(lambda: running.status()["requests"]["prefilling"] == 1, "a prompt is being computed")
+        expected = running.complete(prompt[:-1] + [66], 16)
         before = running.worker(f"{role}-0")
-        os.kill(before["pid"], signal.SIGKILL)
-        if role == "prefill":
-            answer = connection.getresponse()
-            assert answer.status == 503
-            assert "prefill-0 died: killed by SIGKILL" in answer.read().decode()
-            connection.close()
-            for stream in streams:  # decoding goes on without prefill
-                assert stream.next_event()
-                stream.close()
-        else:
-            for stream in streams:
-                *_, error, done = stream.read_to_end()
-                assert "decode-0 died: killed by SIGKILL" in json.loads(error)["error"]["message"]
-                assert done == "[DONE]"
-                stream.close()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(running.complete, prompt[:-1] + [66], 16)
+            until(lambda: running.status()["requests"]["prefilling"] == 1 or answer.done(), "the prompt is being computed")
+            os.kill(before["pid"], signal.SIGKILL)
+            assert answer.result(DEADLINE_S) == expected
         running.wait_until_ready()
         after = running.worker(f"{role}-0")
         assert (after["epoch"], after["restarts"]) == (2, 1)
         assert after["pid"] != before["pid"]
-        assert running.complete("after the restart", 16) == expected
+        assert running.complete(prompt[:-1] + [66], 16) == expected
         running.wait_until_empty(1.0)
         # The survivor has let go of the dead worker's memory: at most its own pool and the new peer's.
         for worker in running.status()["workers"]:
             assert len(memory_files(worker["pid"])) <= 2
+
+
+def test_streams_survive_kills_at_any_token() -> None:
+    """kill -9 at token 1, 2, 3, 10, 50 of each role, eight streams at a time: every text is the undisturbed one."""
+    prompts = [f"stream {index} of a worker that dies" for index in range(8)]
+    num_tokens = 2000
+    with server("--model", "null", "--max-restarts", "100") as running:
+        expected = [running.complete(prompt, num_tokens) for prompt in prompts]
+        kills = 0
+        for at_token in (1, 2, 3, 10, 50):
+            for role in ("prefill", "decode"):
+                running.wait_until_ready()
+                streams = [running.stream(prompt, num_tokens) for prompt in prompts]
+                for _ in range(at_token):
+                    assert streams[0].next_event()
+                os.kill(running.worker(f"{role}-0")["pid"], signal.SIGKILL)
+                kills += 1
+                for stream, text in zip(streams, expected, strict=True):
+                    assert stream.read_to_end()[-1] == "[DONE]"
+                    assert stream.text() == text, f"{role} killed at token {at_token}"
+                    stream.close()
+        running.wait_until_ready()
+        assert sum(worker["restarts"] for worker in running.status()["workers"]) == kills == 10
+        running.wait_until_empty(1.0)
+
+
+def test_a_stopped_worker_is_found_and_its_streams_go_on() -> None:
+    """SIGSTOP: alive, but it neither speaks nor computes. It is killed and replaced; no token is lost."""
+    with server("--model", "null") as running:
+        expected = running.complete("a worker that hangs", 3000)
+        stream = running.stream("a worker that hangs", 3000)
+        assert stream.next_event()
+        before = running.worker("decode-0")
+        os.kill(before["pid"], signal.SIGSTOP)
+        assert stream.read_to_end()[-1] == "[DONE]"
+        assert stream.text() == expected
+        stream.close()
+        running.wait_until_ready()
+        assert running.worker("decode-0")["pid"] != before["pid"]
+        running.wait_until_empty(1.0)
 
 
 def test_kill_9_of_the_parent_leaves_no_process_and_no_memory() -> None:
@@ -213,14 +236,27 @@ def test_two_servers_at_once_do_not_meet(running: Server) -> None:
     assert running.request("GET", "/readyz")[0] == 200
 
 
+def kill_twice(running: Server, worker_id: str) -> None:
+    for restarts in (0, 1):
+        until(lambda restarts=restarts: running.worker(worker_id)["restarts"] == restarts, "restarted")
+        until(lambda: running.worker(worker_id)["state"] == "ready", "ready")
+        os.kill(running.worker(worker_id)["pid"], signal.SIGKILL)
+
+
 def test_a_worker_that_dies_again_and_again_ends_the_server() -> None:
     """Backoff, a limit, then a non-zero exit, so that a service manager can act."""
-    with server("--model", "null", "--max-restarts", "1") as running:
-        for restarts in (0, 1):
-            until(lambda: running.worker("decode-0")["state"] == "ready", "decode is ready")
-            worker = running.worker("decode-0")
-            assert worker["restarts"] == restarts
-            os.kill(worker["pid"], signal.SIGKILL)
-            if restarts == 0:
-                until(lambda: running.worker("decode-0")["restarts"] == 1, "restarted")
+    with server("--model", "null", "--max-restarts", "1", "--no-fallback") as running:
+        kill_twice(running, "decode-0")
         assert running.process.wait(DEADLINE_S) == 1
+
+
+def test_or_the_other_role_serves_alone_and_says_so() -> None:
+    """With fallback, a worker given up does not end the server: the rest do both, ready but degraded, with the same text."""
+    with server("--model", "null", "--max-restarts", "1") as running:
+        expected = running.complete("before", 30)
+        kill_twice(running, "decode-0")
+        until(lambda: running.worker("decode-0")["state"] == "gone", "given up")
+        assert running.complete("before", 30) == expected
+        assert running.status()["degraded"]
+        assert running.request("GET", "/readyz")[0] == 200
+        assert terminate(running) == 0

@@ -124,21 +124,6 @@ async def test_blocks_that_may_still_be_written_are_not_given_back() -> None:
         writer.open_gate()
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_death_with_bytes_under_way_frees_the_survivors_blocks(role: str) -> None:
-    """The writer's death is as good as its word that it has quiesced; the reader's death leaves nothing to wait for."""
-    async with world("prefill", "decode") as w:
-        writer = w.handles["prefill-0"]
-        writer.transport.is_open = False
-        stream = w.router.submit(request("bytes under way", 20))
-        await w.until(lambda: stream.state == RequestState.HANDING_OFF, "a request in state handing_off")
-        w.handles[f"{role}-0"].kill()
-        with pytest.raises(RequestFailedError, match=f"{role}-0 died"):
-            await collect(stream)
-        writer.open_gate()
-        await w.until(lambda: bool(w.pairs.verified()), "the pair verified again")
-
-
 async def test_two_hundred_aborts_at_random_moments_leak_nothing() -> None:
     """Aborts race every message there is; the survivors' tokens are right."""
     rng = random.Random(7)
@@ -156,28 +141,6 @@ async def test_two_hundred_aborts_at_random_moments_leak_nothing() -> None:
             return stream.is_final
 
         assert all(await asyncio.gather(*[one(index) for index in range(240)]))
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_killed_workers_requests_fail_with_a_reason_and_the_server_goes_on(role: str) -> None:
-    """Each stream ends with a typed error, never silently; the other worker's blocks come back; the restarted one serves."""
-    (expected,) = await colocated_tokens(["after"], 10)
-    async with world("prefill", "decode", chunk_tokens=4) as w:
-        streams = [w.router.submit(request(f"{i} lives on the worker " * 2, 40)) for i in range(3)]
-        await w.until(lambda: streams[0].state == RequestState.DECODING, "a decoding request")
-        w.handles[f"{role}-0"].kill()
-        info = next(worker for worker in w.workers if worker.id == f"{role}-0")
-        await w.until(lambda: not info.is_ready, "the death noticed")
-        with pytest.raises(UnavailableError, match=f"{role}-0 is down"):
-            w.router.submit(request("during"))
-        results = await asyncio.gather(*[collect(stream) for stream in streams], return_exceptions=True)
-        failures = [result for result in results if isinstance(result, RequestFailedError)]
-        assert failures
-        assert all(failure.reason == FailReason.WORKER_DIED for failure in failures)
-        assert all(isinstance(result, RequestFailedError) or len(result) == 40 for result in results)
-        await w.until(lambda: bool(w.pairs.verified()), "the pair verified again")
-        assert await collect(w.router.submit(request("after", 10))) == expected
-        assert (info.epoch, info.restarts) == (2, 1)
 
 
 async def test_a_full_queue_is_refused_and_running_requests_are_not_touched() -> None:

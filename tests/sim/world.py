@@ -24,7 +24,7 @@ from disagg.handoff.shm import ShmTransport
 from disagg.handoff.transport import Completed, Transport
 from disagg.kv import KVLayout
 from disagg.launcher import OnExit, OnMessage
-from disagg.messages import VERSION, Configure, Message, Ready, Shutdown, decode, encode
+from disagg.messages import HEARTBEAT_S, VERSION, Configure, Message, Ready, Shutdown, decode, encode
 from disagg.pairs import Pairs
 from disagg.request import Request, SamplingParams
 from disagg.router import Router
@@ -112,6 +112,8 @@ class InProcessWorker:
         self._wake_fd = transport.fileno()
         if self._wake_fd >= 0:
             self._loop.add_reader(self._wake_fd, self._schedule)
+        self.is_stopped = False  # as by SIGSTOP: alive, but neither receives nor computes
+        self._loop.call_later(HEARTBEAT_S, self._beat)
         self._tell(Ready(VERSION, engine.layout, num_blocks, "cpu", 1, 0.0), fd)
 
     def send(self, message: Message, fds: list[int] | None = None) -> None:
@@ -127,6 +129,14 @@ class InProcessWorker:
             self._fabric.withdraw(self.settings)
             self._loop.call_soon(self._on_exit, "killed by SIGKILL")
 
+    def activity(self) -> tuple[float, bool]:
+        return 0.0, not self.is_stopped
+
+    def _beat(self) -> None:
+        if self._is_alive and not self.is_stopped:
+            self._tell(self.worker.stats())
+            self._loop.call_later(HEARTBEAT_S, self._beat)
+
     def open_gate(self) -> None:
         """Let held completions through, and wake the worker as a real transport's descriptor would."""
         self.transport.is_open = True
@@ -135,7 +145,7 @@ class InProcessWorker:
     def _receive(self, message: Message, fds: list[int]) -> None:
         if isinstance(message, Shutdown):
             self.kill()
-        elif self._is_alive:
+        elif self._is_alive and not self.is_stopped:
             self.worker.receive(message, fds)
             self._schedule()
 
@@ -146,7 +156,7 @@ class InProcessWorker:
 
     def _step(self) -> None:
         self._is_scheduled = False
-        if self._is_alive:
+        if self._is_alive and not self.is_stopped:
             if self.worker.step():
                 self._schedule()
             elif (deadline := self.worker.decode.deadline) is not None:
@@ -180,19 +190,20 @@ class World:
         self,
         settings: list[Configure],
         scheduler: SchedulerConfig,
+        workers: WorkersConfig,
         make_engine: Callable[[Configure], Engine],
         fabric: Memory | Shm,
     ) -> None:
         self._make_engine = make_engine
         self._fabric = fabric
         self.handles: dict[str, InProcessWorker] = {}
-        self.supervisor = Supervisor(settings, WorkersConfig(), launcher=self, observer=self)
+        self.supervisor = Supervisor(settings, workers, launcher=self, observer=self)
         self.workers = self.supervisor.workers
         mint = itertools.count(1)
         self.metrics = NoMetrics()
         self.pairs = Pairs(self.workers, mint, on_verified=lambda: self.router.on_change())
         loop = asyncio.get_running_loop()
-        self.router = Router(self.workers, self.pairs, scheduler, mint, loop.time, self.metrics)
+        self.router = Router(self.workers, self.pairs, scheduler, mint, loop.time, self.metrics, fallback=workers.fallback)
 
     def launch(self, settings: Configure, on_message: OnMessage, on_exit: OnExit) -> InProcessWorker:
         engine = self._make_engine(settings)
@@ -242,7 +253,9 @@ async def world(
     *roles: str,
     max_queue: int = 1000,
     reserve_s: float = 5.0,
+    max_attempts: int = 4,
     chunk_tokens: int = 16,
+    workers: WorkersConfig | None = None,
     make_engine: Callable[[Configure], Engine] = null_engine,
     fabric: Memory | Shm | None = None,
     **changes: Any,
@@ -253,8 +266,8 @@ async def world(
     for role in roles:
         settings.append(worker_settings(f"{role}-{counts[role]}", role, chunk_tokens=chunk_tokens, **changes))
         counts[role] += 1
-    scheduler = SchedulerConfig(max_queue=max_queue, reserve_s=reserve_s, chunk_tokens=chunk_tokens)
-    built = World(settings, scheduler, make_engine, fabric or Memory())
+    scheduler = SchedulerConfig(max_queue=max_queue, reserve_s=reserve_s, chunk_tokens=chunk_tokens, max_attempts=max_attempts)
+    built = World(settings, scheduler, workers or WorkersConfig(), make_engine, fabric or Memory())
     running = asyncio.create_task(built.supervisor.run())
     num_pairs = roles.count("prefill") * roles.count("decode")
     await built.until(

@@ -1,0 +1,82 @@
+"""How long a stream pauses when the worker that decodes it is killed with -9: detection + one prefill of its context.
+
+    python bench/failover.py [--context 500] [--kills 5] [--json -]
+
+Each round streams a fresh prompt (random ids, so that no prefix cache helps), kills the decode worker after 20 tokens and
+takes the longest gap after that. The prefill that bounds the
+pause is the time to the first token of a prompt of the same length, on the same server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import time
+
+from clients import random_prompt, stream
+from server import RunningServer, report, running_server
+
+AT_TOKEN = 20
+DETECTION_S = 0.3
+
+
+def wait_until_ready(server: RunningServer) -> None:
+    while True:
+        status = json.loads(server.get("/v1/disagg/status"))
+        if all(worker["state"] == "ready" for worker in status["workers"]) and all(pair["verified"] for pair in status["pairs"]):
+            return
+        time.sleep(0.1)
+
+
+def one_kill(server: RunningServer, model: str, prompt: list[int]) -> float:
+    """The longest gap of a stream whose decode worker is killed, in seconds."""
+
+    def on_token(count: int) -> bool:
+        if count == AT_TOKEN:
+            status = json.loads(server.get("/v1/disagg/status"))
+            decode = next(worker for worker in status["workers"] if worker["role"] == "decode")
+            os.kill(decode["pid"], signal.SIGKILL)
+        return False
+
+    run = asyncio.run(stream(server.url, prompt, 60, model=model, on_token=on_token))
+    assert len(run.arrivals) == 60, f"{len(run.arrivals)} of 60 tokens came"
+    return max(run.gaps_s[AT_TOKEN - 1 :])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--context", type=int, default=500)
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--json", help="file to write, or - for bench/results/failover.json")
+    args = parser.parse_args()
+    rng = random.Random()
+    with running_server("--max-restarts", "100") as server:
+        model = json.loads(server.get("/v1/models"))["data"][0]["id"]
+        prompts = [random_prompt(rng, args.context) for _ in range(args.kills)]
+        prefills = [asyncio.run(stream(server.url, random_prompt(rng, args.context), 1, model=model)).ttft_s for _ in range(6)]
+        pauses = []
+        for prompt in prompts:
+            wait_until_ready(server)
+            pauses.append(one_kill(server, model, prompt))
+    prefill_s, pause_s = statistics.median(prefills[1:]), statistics.median(pauses)
+    report(
+        "failover",
+        {
+            "context": args.context,
+            "pause_s": round(pause_s, 3),
+            "pauses_s": [round(pause, 3) for pause in pauses],
+            "prefill_s": round(prefill_s, 3),
+            "beyond_prefill_s": round(pause_s - prefill_s, 3),
+            "target_beyond_prefill_s": DETECTION_S,
+        },
+        args.json,
+    )
+
+
+if __name__ == "__main__":
+    main()
