@@ -44,7 +44,8 @@ async def disturbed(url: str, model: str, rng: random.Random) -> dict[str, objec
             await warm.acquire()
         window[0] = time.perf_counter()
         for _ in range(ARRIVALS):  # two tokens, so that the whole KV cache is handed over as well
-            longs.append((await stream(url, random_prompt(rng, LONG_PROMPT), 2, model=model)).ttft_s)
+            run = await stream(url, random_prompt(rng, LONG_PROMPT), 2, model=model)
+            longs.append(run.ttft_s)
         window[1] = time.perf_counter()
 
     streams = [stream(url, random_prompt(rng, SHORT_PROMPT), 6000, model=model, on_token=on_token) for _ in range(STREAMS)]

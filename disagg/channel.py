@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import math
 import os
 import select
 import socket
@@ -15,7 +16,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from disagg.errors import ProtocolError
+from disagg.errors import DisaggError, ProtocolError
 from disagg.messages import Message, decode, encode
 
 MAX_FRAME = 64 << 20
@@ -107,9 +108,12 @@ class Connection:
 
         Raises ChannelClosed at end of file, ProtocolError for garbage.
         """
-        watched = [self._sock.fileno()] + ([wake_fd] if wake_fd >= 0 else [])
-        readable, _, _ = select.select(watched, [], [], timeout_s)
-        if self._sock.fileno() not in readable:
+        waiting = select.poll()  # not select(), which cannot watch descriptors from 1,024 on
+        waiting.register(self._sock.fileno(), select.POLLIN)
+        if wake_fd >= 0:
+            waiting.register(wake_fd, select.POLLIN)
+        ready = dict(waiting.poll(None if timeout_s is None else math.ceil(timeout_s * 1e3)))
+        if self._sock.fileno() not in ready:
             return []
         try:
             data, fds = _receive(self._sock)
@@ -159,44 +163,45 @@ class Channel:
             self._writable()
 
     def drain(self) -> None:
-        """Deliver what a worker that is gone had still sent; then the channel is closed."""
-        while not self._is_closed:
-            self._readable()
+        """Deliver what a worker that is gone had still sent."""
+        while self._readable():
+            pass
 
     def close(self) -> None:
         """Stop reading and writing. Closing twice is safe; ``on_closed`` is not called."""
         if not self._is_closed:
             self._is_closed = True
             self._loop.remove_reader(self._sock.fileno())
-            self._loop.remove_writer(self._sock.fileno())
+            self._drop_outgoing()
             self._sock.close()
             self._reader.close()
-            for _, fds in self._outgoing:
-                _close_all(fds)
-            self._outgoing.clear()
 
     def _fail(self, error: Exception | None) -> None:
         if not self._is_closed:
             self.close()
             self._on_closed(error)
 
-    def _readable(self) -> None:
+    def _readable(self) -> bool:
+        """Deliver what one read gives. False when there was nothing to read, or nothing can come any more."""
+        if self._is_closed:
+            return False
         try:
             data, fds = _receive(self._sock)
         except (BlockingIOError, InterruptedError):
-            return
+            return False
         except OSError as error:
             self._fail(error)
-            return
+            return False
         if not data:
             self._fail(None)
-            return
+            return False
         self._reader.feed(data, fds)
         try:
             for message, descriptors in self._reader.messages():
                 self._on_message(message, descriptors)
-        except ProtocolError as error:
+        except DisaggError as error:  # garbage, or a message that the state tables do not allow: end this worker, not all
             self._fail(error)
+        return True
 
     def _writable(self) -> None:
         try:
@@ -210,7 +215,13 @@ class Channel:
                     self._outgoing.popleft()
         except (BlockingIOError, InterruptedError):
             self._loop.add_writer(self._sock.fileno(), self._writable)
-        except OSError as error:
-            self._fail(error)
+        except OSError:  # the worker is gone: what it had still sent is worth reading, and reading tells the end
+            self._drop_outgoing()
         else:
             self._loop.remove_writer(self._sock.fileno())
+
+    def _drop_outgoing(self) -> None:
+        self._loop.remove_writer(self._sock.fileno())
+        for _, fds in self._outgoing:
+            _close_all(fds)
+        self._outgoing.clear()

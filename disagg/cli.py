@@ -9,6 +9,7 @@ Exit codes: 0 done; 1 it failed while running (for ``status``: not ready); 2 wro
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -34,6 +35,7 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Expected failures are one line on stderr."""
+    _have_standard_streams()
     arguments = _parser().parse_args(argv)
     try:
         code: int = arguments.command(arguments)
@@ -43,6 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _have_standard_streams() -> None:
+    """A closed stream's number would be given to a socket, and what is printed to the client; a name may not fit the encoding."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -53,7 +53,9 @@ class WorkersConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     hang_s: Annotated[float, Meta(gt=0, description="seconds a worker may neither speak nor use its CPU before it is killed")] = (
         2.0
     )
-    stuck_s: Annotated[float, Meta(gt=0, description="seconds without any progress after which a worker is killed")] = 60.0
+    stuck_s: Annotated[
+        float, Meta(gt=0, description="seconds a worker may compute without a word, as in one long step, before it is killed")
+    ] = 300.0
     max_restarts: Annotated[
         int, Meta(ge=0, description="restarts of one worker within restart_window_s before the server gives up")
     ] = 5
@@ -74,6 +76,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_attempts: Annotated[
         int, Meta(ge=1, description="times a request is started, over workers that die, before its client gets an error")
     ] = 4
+    queue_s: Annotated[float, Meta(gt=0, description="seconds a request may wait while no worker can serve it")] = 60.0
     reserve_s: Annotated[float, Meta(gt=0, description="seconds a request may wait for blocks on decode")] = 60.0
 
 

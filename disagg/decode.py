@@ -3,7 +3,7 @@
     Reserve ─▶ (wait for blocks, bounded) ─▶ Reserved ─▶ a peer writes the blocks ─▶ Commit ─▶ decode from token 2
                           └ Refused
 
-Running streams outrank reservations: one is granted only if every running stream keeps a block to grow into, no preempted
+Running streams outrank reservations: one is granted only if every running stream keeps blocks to grow into, no preempted
 stream waits, and there is a place in the batch. What a reservation holds comes back by Abort, which the parent sends only
 when the writer has quiesced or is dead.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from disagg.engine.base import Sequence
 from disagg.engine.blocks import BlockState
-from disagg.engine.scheduler import Scheduler
+from disagg.engine.scheduler import GROWTH_BLOCKS, Scheduler
 from disagg.handoff.protocol import HANDOFF_TABLE, HandoffEvent, HandoffState
 from disagg.messages import Commit, Message, Quiesced, Refused, Reserve, Reserved
 from disagg.request import advance
@@ -132,7 +132,7 @@ class DecodeRole:
             sequence,
             num_tokens=offer.num_tokens + 1,
             reusable=offer.num_tokens,
-            spare=num_running,
+            spare=GROWTH_BLOCKS * (num_running + self._num_reserved),
             state=BlockState.RESERVED,
         ):
             return False

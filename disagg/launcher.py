@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from disagg.channel import Channel
+from disagg.errors import StartupError
 from disagg.messages import Configure, Message
 
 _ENVIRONMENT = {
@@ -51,7 +52,10 @@ class WorkerHandle(Protocol):
 
 class Launcher(Protocol):
     def launch(self, settings: Configure, on_message: OnMessage, on_exit: OnExit) -> WorkerHandle:
-        """Start a worker with ``settings``. Both callbacks run on the event loop; ``on_exit`` gets the cause in words."""
+        """Start a worker with ``settings``. Both callbacks run on the event loop; ``on_exit`` gets the cause in words.
+
+        Raises StartupError, with nothing left behind, when the host cannot give what a worker needs.
+        """
         ...
 
 
@@ -59,27 +63,33 @@ class ProcessLauncher:
     """Workers as child processes of this one."""
 
     def launch(self, settings: Configure, on_message: OnMessage, on_exit: OnExit) -> ProcessHandle:
-        return ProcessHandle(settings, on_message, on_exit)
+        try:
+            return ProcessHandle(settings, on_message, on_exit)
+        except OSError as error:  # no descriptor, process or memory to be had: perhaps only for now
+            raise StartupError(f"cannot start a process: {error}") from error
 
 
 class ProcessHandle:
     def __init__(self, settings: Configure, on_message: OnMessage, on_exit: OnExit) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "disagg.worker_process", str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr,  # ours belongs to what the user asked for
-                start_new_session=True,
-                env={**os.environ, **_ENVIRONMENT},
-            )
-        self.pid = self._process.pid
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = _start(theirs.fileno())
+            except BaseException:
+                ours.close()
+                raise
+        self.pid = self._process.pid
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+        except BaseException:
+            ours.close()
+            self._process.kill()
+            self._process.wait()
+            raise
         self._channel = Channel(ours, on_message, self._channel_closed)
         self._channel_error: Exception | None = None
-        self._pidfd = os.pidfd_open(self.pid)
         self._loop.add_reader(self._pidfd, self._exited)
         self.send(settings)
 
@@ -108,9 +118,26 @@ class ProcessHandle:
         os.close(self._pidfd)
         self._pidfd = -1
         code = self._process.wait()
-        self._channel.drain()
-        self._channel.close()
+        try:
+            self._channel.drain()
+        finally:
+            self._channel.close()
+            self._on_exit(self._cause(code))
+
+    def _cause(self, code: int) -> str:
         cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         if self._channel_error is not None:
             cause += f" after {self._channel_error}"
-        self._on_exit(cause)
+        return cause
+
+
+def _start(fd: int) -> subprocess.Popen[bytes]:
+    """``-P``: a worker must not import what lies in the directory that the server was started in."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "disagg.worker_process", str(fd), str(os.getpid())],
+        pass_fds=[fd],
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,  # ours belongs to what the user asked for
+        start_new_session=True,
+        env={**os.environ, **_ENVIRONMENT},
+    )

@@ -226,6 +226,17 @@ def _fingerprint(spec: ModelSpec, weights: list[Path]) -> str:
 # ------------------------------------------------------------------------------------------------------------ GGUF
 
 _GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_GGUF_UNSUPPORTED_KEYS = (  # each changes the model's numbers
+    "attention.scale",
+    "embedding_scale",
+    "logit_scale",
+    "residual_scale",
+    "rope.scale_linear",
+    "rope.scaling.attn_factor",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_log_multiplier",
+)
 
 
 def _spec_of_gguf(reader: gguf.GGUFReader, path: Path) -> ModelSpec:
@@ -246,6 +257,9 @@ def _spec_of_gguf(reader: gguf.GGUFReader, path: Path) -> ModelSpec:
     hidden, heads = required(f"{arch}.embedding_length"), required(f"{arch}.attention.head_count")
     if not isinstance(heads, int):
         raise UnsupportedModelError(f"{path}: the number of heads differs between layers; supported: one number for all")
+    num_kv_heads = value(f"{arch}.attention.head_count_kv", heads)
+    if not isinstance(num_kv_heads, int) or not isinstance(required(f"{arch}.feed_forward_length"), int):
+        raise UnsupportedModelError(f"{path}: KV heads or MLP size differ between layers; supported: one number for all")
     context = required(f"{arch}.context_length")
     head_dim = value(f"{arch}.attention.key_length", hidden // heads)
     refused = {
@@ -255,6 +269,7 @@ def _spec_of_gguf(reader: gguf.GGUFReader, path: Path) -> ModelSpec:
         "value heads of another size": value(f"{arch}.attention.value_length", head_dim) != head_dim,
         "bias on the attention output": "blk.0.attn_output.bias" in tensors,
         "bias in the MLP": "blk.0.ffn_up.bias" in tensors,
+        **{f"the key {key}": value(f"{arch}.{key}") is not None for key in _GGUF_UNSUPPORTED_KEYS},
     }
     _refuse(path, [what for what, found in refused.items() if found])
     eos = (value(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
@@ -264,7 +279,7 @@ def _spec_of_gguf(reader: gguf.GGUFReader, path: Path) -> ModelSpec:
         hidden_size=hidden,
         intermediate_size=required(f"{arch}.feed_forward_length"),
         num_heads=heads,
-        num_kv_heads=value(f"{arch}.attention.head_count_kv", heads),
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=int(tensors["token_embd.weight"].shape[1]),
         max_position=context,
@@ -281,7 +296,8 @@ def _spec_of_gguf(reader: gguf.GGUFReader, path: Path) -> ModelSpec:
 def _rope_of_gguf(arch: str, value: Any, tensors: Mapping[str, gguf.ReaderTensor], path: Path) -> RopeScaling | None:
     if "rope_freqs.weight" in tensors:
         return DividedScaling(tuple(float(divisor) for divisor in tensors["rope_freqs.weight"].data))
-    kind, factor = value(f"{arch}.rope.scaling.type", "none"), value(f"{arch}.rope.scaling.factor", 1.0)
+    factor = value(f"{arch}.rope.scaling.factor", 1.0)
+    kind = value(f"{arch}.rope.scaling.type", "none" if factor in (0.0, 1.0) else "linear")
     match kind:
         case "none":
             return None
@@ -316,7 +332,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _spec_of_hf(folder: Path) -> ModelSpec:
     path = folder / "config.json"
-    config = {key: value for key, value in _read_json(path).items() if value is not None}
+    written = _read_json(path)
+    config = {key: value for key, value in written.items() if value is not None}
 
     def required(key: str) -> Any:
         if key not in config:
@@ -332,7 +349,7 @@ def _spec_of_hf(folder: Path) -> ModelSpec:
     refused = {
         "quantised weights (quantization_config)": "quantization_config" in config,
         "mixture of experts": "num_experts" in config or "num_local_experts" in config,
-        "sliding window attention": _slides(kind, config, max_position),
+        "sliding window attention": _slides(kind, written, max_position),
         "attention_bias (bias on the attention output)": bool(config.get("attention_bias")),
         "mlp_bias": bool(config.get("mlp_bias")),
         f"activation {config.get('hidden_act')!r} (silu is supported)": config.get("hidden_act", "silu") != "silu",
@@ -363,14 +380,14 @@ def _spec_of_hf(folder: Path) -> ModelSpec:
 
 
 def _slides(kind: str, config: Mapping[str, Any], max_position: int) -> bool:
-    """Whether any layer attends to less than the whole context."""
+    """Whether any layer attends to less than the whole context. A key that is null says no; one that is absent, the default."""
+    is_on = True
     if kind in ("qwen2", "qwen3"):
-        on = bool(config.get("use_sliding_window")) and "sliding_window" in config
-        if config.get("max_window_layers", 0) >= config.get("num_hidden_layers", 0):
-            on = False  # the layers below max_window_layers attend to everything
-    else:
-        on = "sliding_window" in config
-    return on and config["sliding_window"] < max_position
+        layers = range(config.get("max_window_layers", 28), config["num_hidden_layers"])  # those below attend to everything
+        layer_types = config.get("layer_types")
+        is_on = bool(config.get("use_sliding_window")) and ("sliding_attention" in layer_types if layer_types else bool(layers))
+    window = config.get("sliding_window", None if kind == "llama" else 4096)
+    return is_on and window is not None and window < max_position
 
 
 def _rope_of_hf(rope: Mapping[str, Any], max_position: int, path: Path) -> RopeScaling | None:

@@ -70,6 +70,11 @@ class Pairs:
     def __iter__(self) -> Iterator[Pair]:
         return iter(self._pairs.values())
 
+    @property
+    def are_verified(self) -> bool:
+        """Every pair that there is has been proven."""
+        return all(pair.is_verified for pair in self._pairs.values())
+
     def verified(self) -> list[Pair]:
         return [pair for pair in self._pairs.values() if pair.is_verified]
 
@@ -106,10 +111,10 @@ class Pairs:
             elif worker is pair.prefill:  # nobody writes the reserved blocks any more
                 pair.decode.send(Abort(dispatch))
 
-    def take(self, message: Message) -> bool:
+    def take(self, worker: WorkerInfo, message: Message) -> bool:
         """Handle a message about connecting or probing. False: it is about something else."""
         if isinstance(message, Connected):
-            self._connected(message)
+            self._connected(worker, message)
             return True
         dispatch = getattr(message, "dispatch", None)
         pair = self._probes.get(dispatch) if dispatch is not None else None
@@ -144,23 +149,25 @@ class Pairs:
             connect = Connect(pair.decode.id, pair.decode.epoch, ready.layout, ready.num_blocks)
             pair.prefill.send(connect, [pair.decode.pool_fd])
 
-    def _connected(self, message: Connected) -> None:
-        for pair in self._pairs.values():
-            if pair.decode.id == message.peer and pair.decode.epoch == message.epoch and not pair.transport:
-                if message.error is not None:
-                    self._fail(pair, message.error)
-                else:
-                    pair.transport = message.transport
-                    self._probe(pair)
+    def _connected(self, prefill: WorkerInfo, message: Connected) -> None:
+        pair = self._pairs.get((prefill.id, message.peer))
+        if pair is None or pair.decode.epoch != message.epoch or pair.transport:
+            return
+        if message.error is not None:
+            self._fail(pair, message.error)
+        else:
+            pair.transport = message.transport
+            self._probe(pair)
 
     def _probe(self, pair: Pair) -> None:
         dispatch = next(self._mint)
         self._probes[dispatch] = pair
-        ready = pair.decode.ready
-        block_size = ready.layout.block_size if ready is not None else 1
-        # One token more than the prompt is reserved, so this asks for exactly PROBE_BLOCKS blocks. Scoring turns prefix hits off.
+        pools = [worker.ready for worker in (pair.prefill, pair.decode) if worker.ready is not None]
+        num_blocks = min(PROBE_BLOCKS, *(pool.num_blocks for pool in pools))
+        block_size = pools[0].layout.block_size
+        # One token more than the prompt is reserved, so this asks for exactly num_blocks. Scoring turns prefix hits off.
         params = SamplingParams(max_tokens=1, num_prompt_logprobs=0)
-        prompt = [0] * (PROBE_BLOCKS * block_size - 1)
+        prompt = [0] * (num_blocks * block_size - 1)
         pair.decode.send(Reserve(dispatch, prompt, len(prompt), params, _RESERVE_S))
 
     def _verified(self, pair: Pair) -> None:

@@ -124,14 +124,14 @@ class PrefillRole:
         sequence, sample = progress.sequence, progress.sample
         dispatch.is_prefilled = True
         output = None
-        if sample.token is not None:
-            output = TokenOutput(sequence.dispatch, sample.token, progress.finish_reason, sample.logprobs)
+        if sample.token is not None or sample.is_broken:
+            output = TokenOutput(sequence.dispatch, sample.token or 0, progress.finish_reason, sample.logprobs)
         wants_prompt = sequence.params.num_prompt_logprobs is not None
         self._send(
             Prefilled(
                 sequence.dispatch,
                 output,
-                sequence.num_cached,
+                sequence.num_cached or 0,
                 dispatch.prompt_logprobs if wants_prompt else None,
                 queue_s=dispatch.started_at - dispatch.queued_at,
                 prefill_s=self._clock() - dispatch.started_at,

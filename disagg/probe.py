@@ -45,6 +45,8 @@ class Prober:
 
     def start(self, message: Probe) -> None:
         """Raises OutOfBlocksError when this worker has no blocks to spare for the pattern."""
+        if message.dispatch in self._running:
+            return  # told twice
         blocks = self._books.allocate(len(message.blocks), BlockState.FILLING)
         rng = np.random.default_rng(message.dispatch)
         as_blocks(self._pool, self._layout)[blocks] = rng.integers(

@@ -61,9 +61,14 @@ REQUEST_TABLE: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
     RequestState.QUEUED: {
         RequestEvent.RESERVE: RequestState.RESERVING,
         RequestEvent.PREFILL: RequestState.PREFILLING,
+        RequestEvent.FINISH: RequestState.FINISHED,  # a stop string in what an earlier attempt had generated
         **_ENDINGS,
     },
-    RequestState.RESERVING: {RequestEvent.PREFILL: RequestState.PREFILLING, **_SETBACKS},
+    RequestState.RESERVING: {
+        RequestEvent.PREFILL: RequestState.PREFILLING,
+        RequestEvent.FINISH: RequestState.FINISHED,
+        **_SETBACKS,
+    },
     RequestState.PREFILLING: {
         RequestEvent.FIRST_TOKEN: RequestState.HANDING_OFF,
         RequestEvent.FINISH: RequestState.FINISHED,
@@ -82,10 +87,11 @@ REQUEST_TABLE: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
 
 
 class FinishReason(StrEnum):
-    """Why a stream ended well, in OpenAI's words."""
+    """Why a worker ended a sequence. STOP and LENGTH are OpenAI's words; ERROR (no token could be sampled) fails the request."""
 
     STOP = "stop"
     LENGTH = "length"
+    ERROR = "error"
 
 
 class FailReason(StrEnum):
@@ -95,6 +101,7 @@ class FailReason(StrEnum):
     NO_BLOCKS = "no_blocks"
     TIMEOUT = "timeout"
     HANDOFF = "handoff_failed"
+    BROKEN_OUTPUT = "broken_output"
     SHUTDOWN = "shutdown"
 
 

@@ -38,14 +38,19 @@ from disagg.messages import (
     Reserve,
     Reserved,
     Target,
+    TokenOutput,
     Tokens,
 )
 from disagg.pairs import Pairs
-from disagg.request import FailReason, Request, RequestEvent, RequestState, advance
+from disagg.request import FailReason, FinishReason, Request, RequestEvent, RequestState, advance
 from disagg.stream import RequestStream
 from disagg.supervisor import Role, WorkerInfo
 
 log = structlog.get_logger(__name__)
+
+
+_WAITS_FOR_BLOCKS = (HandoffState.OFFERED, HandoffState.RELEASING)
+_IS_WRITTEN = (HandoffState.PUSHING, HandoffState.QUIESCING)
 
 
 class RouterMetrics(Protocol):
@@ -67,7 +72,10 @@ class _Dispatch:
     decode: WorkerInfo
     handoff: HandoffState | None
     is_current: bool = True  # its stream listens to it
-    has_prefill_part: bool = True  # prefill still computes, or copies, something of it
+    is_prefilled: bool = False
+    is_reserving: bool = True  # it waits, or may wait, for decode's blocks
+    has_prefill_part: bool = True  # prefill computes or copies something of it, or will
+    is_at_prefill: bool = False  # and has been told to
     is_decode_gone: bool = False  # decode died: its blocks went with it
 
     def move(self, event: HandoffEvent) -> None:
@@ -79,8 +87,9 @@ class _Dispatch:
 class _Load:
     """What the router has given a worker and not got back."""
 
-    prompt_tokens: int = 0  # of prompts not yet prefilled
-    num_requests: int = 0
+    prefill_tokens: int = 0  # to be computed here
+    reserve_tokens: int = 0  # that wait for blocks here
+    num_requests: int = 0  # that decode here, or will
 
 
 class Router:
@@ -145,7 +154,7 @@ class Router:
             raise UnavailableError("the server is shutting down", retry_after_s=5.0)
         if not self.can_serve():
             raise UnavailableError("no workers are ready: " + "; ".join(f"{w.id} is {w.state}" for w in self._workers))
-        stream = RequestStream(request, self._abort, self._clock())
+        stream = RequestStream(request, self._end_early, self._clock())
         self._queue.append(stream)
         self._dispatch_queue()
         if len(self._queue) > self._config.max_queue and self._queue[-1] is stream:
@@ -188,26 +197,40 @@ class Router:
             dispatch.is_decode_gone = dispatch.is_decode_gone or worker is dispatch.decode
             self._close(dispatch)
         self._dispatch_queue()
+        self._expire_queue()
+
+    def _expire_queue(self) -> None:
+        """While nobody can serve, fail what has waited ``queue_s``, and look again when the next will have."""
+        now, limit_s = self._clock(), self._config.queue_s
+        while self._queue and not self.can_serve():
+            left_s = min(stream.entered[-1][1] for stream in self._queue) + limit_s - now
+            if left_s > 0:
+                asyncio.get_running_loop().call_later(left_s, self._expire_queue)
+                return
+            stream = min(self._queue, key=lambda stream: stream.entered[-1][1])
+            stream.fail(f"no worker could serve it for {limit_s:g} s", FailReason.TIMEOUT, now)
+            self._end(stream)
 
     def on_message(self, worker: WorkerInfo, message: Message) -> None:
         if isinstance(message, Tokens):
             self._tokens(message)
             return
-        dispatch = self._dispatches.get(getattr(message, "dispatch", -1))
-        if dispatch is None:
-            self.num_late_messages += 1
+        if not isinstance(message, Reserved | Refused | Prefilled | Pushed | Quiesced):
             return
+        dispatch = self._dispatches.get(message.dispatch)
         match message:
-            case Reserved():
+            case Reserved() if dispatch and dispatch.handoff in _WAITS_FOR_BLOCKS:
                 self._reserved(dispatch, message)
-            case Refused():
+            case Refused() if dispatch and dispatch.handoff in _WAITS_FOR_BLOCKS:
                 self._refused(dispatch, message)
-            case Prefilled():
+            case Prefilled() if dispatch and dispatch.has_prefill_part and not dispatch.is_prefilled:
                 self._prefilled(dispatch, message)
-            case Pushed():
+            case Pushed() if dispatch and dispatch.handoff in _IS_WRITTEN:
                 self._pushed(dispatch, message)
-            case Quiesced():
+            case Quiesced() if dispatch:
                 self._quiesced(dispatch, worker)
+            case _:  # late, or told twice
+                self.num_late_messages += 1
 
     # ---------------------------------------------------------------- a request's way
 
@@ -221,7 +244,7 @@ class Router:
         if stream.request.params.max_tokens - len(stream.tokens) <= 1:  # nothing to decode: who prefills can serve it alone
             routes = [(prefill, prefill) for prefill, _ in routes]
         num_tokens = len(stream.request.prompt) + len(stream.tokens)
-        return min((route for route in routes if self._has_room(route[0], num_tokens)), key=self._load_of, default=None)
+        return min((route for route in routes if self._has_room(route, num_tokens)), key=self._load_of, default=None)
 
     def _routes(self) -> list[tuple[WorkerInfo, WorkerInfo]]:
         """Who can prefill and who then decodes: verified pairs and mixed workers; while there are none, any worker alone."""
@@ -231,12 +254,16 @@ class Router:
             routes = [(worker, worker) for worker in self._workers if worker.is_ready]
         return routes
 
-    def _has_room(self, prefill: WorkerInfo, num_tokens: int) -> bool:
-        waiting = self._loads[prefill.id].prompt_tokens
-        return not waiting or waiting + num_tokens <= 2 * self._config.chunk_tokens
+    def _has_room(self, route: tuple[WorkerInfo, WorkerInfo], num_tokens: int) -> bool:
+        """A step's worth of tokens ahead of prefill, and as much waiting for blocks on decode: each queue bounds only itself."""
+        prefill, decode = (self._loads[worker.id] for worker in route)
+        ahead = [prefill.prefill_tokens] if prefill is decode else [prefill.prefill_tokens, decode.reserve_tokens]
+        return all(not tokens or tokens + num_tokens <= 2 * self._config.chunk_tokens for tokens in ahead)
 
-    def _load_of(self, pair: tuple[WorkerInfo, WorkerInfo]) -> tuple[int, int]:
-        return (self._loads[pair[0].id].prompt_tokens, self._loads[pair[1].id].num_requests)
+    def _load_of(self, route: tuple[WorkerInfo, WorkerInfo]) -> tuple[bool, int, int]:
+        """What makes a route worse: decode keeps others waiting, prompts ahead on prefill, streams on decode."""
+        prefill, decode = (self._loads[worker.id] for worker in route)
+        return (decode.reserve_tokens > 0, prefill.prefill_tokens, decode.num_requests)
 
     def _start(self, stream: RequestStream, prefill: WorkerInfo, decode: WorkerInfo) -> None:
         is_alone = prefill is decode
@@ -245,26 +272,30 @@ class Router:
         dispatch = _Dispatch(next(self._mint), stream, len(tokens), prefill, decode, handoff)
         self._dispatches[dispatch.id] = dispatch
         self._by_stream[stream] = dispatch
-        self._loads[prefill.id].prompt_tokens += dispatch.num_tokens
         self._loads[decode.id].num_requests += 1
         stream.num_attempts += 1
         if is_alone:
+            self._begin_prefill(dispatch)
             stream.move(RequestEvent.PREFILL, self._clock())
             prefill.send(Prefill(dispatch.id, tokens, num_prompt, stream.params, None))
         else:
+            self._loads[decode.id].reserve_tokens += dispatch.num_tokens
             stream.move(RequestEvent.RESERVE, self._clock())
             decode.send(Reserve(dispatch.id, tokens, num_prompt, stream.params, self._config.reserve_s))
 
     def _reserved(self, dispatch: _Dispatch, message: Reserved) -> None:
         dispatch.move(HandoffEvent.RESERVED)
+        self._end_reserve(dispatch)
         if dispatch.handoff is HandoffState.RELEASING:
             return  # the word to release it is on its way
+        self._begin_prefill(dispatch)
         stream, decode = dispatch.stream, dispatch.decode
         stream.move(RequestEvent.PREFILL, self._clock())
         dispatch.move(HandoffEvent.PUSH)
         target = Target(decode.id, decode.epoch, message.blocks, message.num_cached_blocks)
         num_prompt = len(stream.request.prompt)
         dispatch.prefill.send(Prefill(dispatch.id, stream.all_tokens, num_prompt, stream.params, target))
+        self._dispatch_queue()
 
     def _refused(self, dispatch: _Dispatch, message: Refused) -> None:
         dispatch.move(HandoffEvent.REFUSED)
@@ -274,6 +305,7 @@ class Router:
 
     def _prefilled(self, dispatch: _Dispatch, message: Prefilled) -> None:
         stream, now = dispatch.stream, self._clock()
+        dispatch.is_prefilled = True
         if dispatch.handoff is None:
             self._prefill_is_done(dispatch)
         if not dispatch.is_current:
@@ -281,14 +313,10 @@ class Router:
         if not stream.tokens:
             stream.num_cached_tokens = message.num_cached_tokens
             stream.prompt_logprobs = message.prompt_logprobs
-        if message.output is not None:
-            stream.deliver(message.output)
         if message.output is None or message.output.finish_reason is not None:
-            stream.move(RequestEvent.FINISH, now)
-            self._detach(dispatch)
-            if dispatch.handoff is None:
-                self._drop(dispatch)
-            return  # with a hand-over, Pushed says when nothing is being written any more
+            self._finish(dispatch, message.output)
+            return
+        stream.deliver(message.output)
         stream.move(RequestEvent.FIRST_TOKEN, now)
         if dispatch.handoff is None:
             stream.move(RequestEvent.COMMIT, now)
@@ -316,13 +344,24 @@ class Router:
             if dispatch is None or not dispatch.is_current:
                 self.num_late_messages += 1
                 continue
-            stream = dispatch.stream
-            stream.deliver(output)
-            if output.finish_reason is not None:
-                stream.move(RequestEvent.FINISH, self._clock())
-                self._detach(dispatch)
-                dispatch.move(HandoffEvent.RELEASED)
-                self._drop(dispatch)
+            if output.finish_reason is None:
+                dispatch.stream.deliver(output)
+            else:
+                self._finish(dispatch, output)
+
+    def _finish(self, dispatch: _Dispatch, output: TokenOutput | None) -> None:
+        """The worker has ended the sequence by itself; ``output`` is its last token, if it had one."""
+        stream, now = dispatch.stream, self._clock()
+        if output is not None and output.finish_reason == FinishReason.ERROR:
+            stream.fail("the model's output was not a number", FailReason.BROKEN_OUTPUT, now)
+        else:
+            if output is not None:
+                stream.deliver(output)
+            stream.move(RequestEvent.FINISH, now)
+        self._detach(dispatch)
+        if dispatch.handoff in (None, HandoffState.COMMITTED):  # else Pushed says when nothing is being written any more
+            dispatch.move(HandoffEvent.RELEASED)
+            self._drop(dispatch)
 
     def _quiesced(self, dispatch: _Dispatch, worker: WorkerInfo) -> None:
         """A worker holds nothing of an aborted dispatch any more."""
@@ -337,8 +376,8 @@ class Router:
 
     # ---------------------------------------------------------------- endings
 
-    def _abort(self, stream: RequestStream) -> None:
-        stream.move(RequestEvent.ABORT, self._clock())
+    def _end_early(self, stream: RequestStream, event: RequestEvent) -> None:
+        stream.move(event, self._clock())
         self._end(stream)
 
     def _end(self, stream: RequestStream) -> None:
@@ -395,11 +434,22 @@ class Router:
                 else:
                     dispatch.decode.send(Abort(dispatch.id))
 
+    def _end_reserve(self, dispatch: _Dispatch) -> None:
+        if dispatch.is_reserving:
+            dispatch.is_reserving = False
+            if dispatch.handoff is not None:
+                self._loads[dispatch.decode.id].reserve_tokens -= dispatch.num_tokens
+
+    def _begin_prefill(self, dispatch: _Dispatch) -> None:
+        dispatch.is_at_prefill = True
+        self._loads[dispatch.prefill.id].prefill_tokens += dispatch.num_tokens
+
     def _prefill_is_done(self, dispatch: _Dispatch) -> None:
         """Prefill computes and copies nothing of the dispatch any more: it has room for another."""
-        if dispatch.has_prefill_part:
-            dispatch.has_prefill_part = False
-            self._loads[dispatch.prefill.id].prompt_tokens -= dispatch.num_tokens
+        dispatch.has_prefill_part = False
+        if dispatch.is_at_prefill:
+            dispatch.is_at_prefill = False
+            self._loads[dispatch.prefill.id].prefill_tokens -= dispatch.num_tokens
             self._dispatch_queue()
 
     def _detach(self, dispatch: _Dispatch) -> None:
@@ -415,6 +465,7 @@ class Router:
 
     def _drop(self, dispatch: _Dispatch) -> None:
         """No worker holds anything of it: out of the books."""
+        self._end_reserve(dispatch)
         self._prefill_is_done(dispatch)
         del self._dispatches[dispatch.id]
         self._loads[dispatch.decode.id].num_requests -= 1

@@ -68,11 +68,12 @@ class Server:
         self.model_name = config.model.name or files.name
         self.tokenizer = load_tokenizer(files)
         self.chat_template = load_chat_template(files, self.tokenizer)
+        self.vocab_size = min(spec.vocab_size, self.tokenizer.vocab_size)
         self.deployment: Deployment = plan(
             config,
             files,
             spec,
-            vocab_size=min(spec.vocab_size, self.tokenizer.vocab_size),
+            vocab_size=self.vocab_size,
             run_id=self.run_id,
             cpus=host_cpus(),
             free_nbytes=free_memory(),
@@ -120,7 +121,7 @@ class Server:
         self._on_change()
 
     def on_message(self, worker: WorkerInfo, message: Message) -> None:
-        if not self.pairs.take(message):
+        if not self.pairs.take(worker, message):
             self.router.on_message(worker, message)
 
     def on_down(self, worker: WorkerInfo) -> None:
@@ -171,6 +172,7 @@ class Server:
             chat_template=self.chat_template,
             model_name=self.model_name,
             max_model_len=self.deployment.max_model_len,
+            vocab_size=self.vocab_size,
             created=int(time.time()),
             config=config,
             registry=self.metrics.registry,
@@ -206,12 +208,15 @@ class Server:
         took_s = time.monotonic() - self.started
         log.info("ready", url=url, model=self.model_name, mode=self.deployment.mode, took_s=round(took_s, 1))
         line = f"Ready after {took_s:.1f} s: {url}  {self.model_name}, {self.deployment.mode}: {workers}"
-        sys.stdout.write(line + (f"; {paths}" if paths else "") + "\n")
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(line + (f"; {paths}" if paths else "") + "\n")
+            sys.stdout.flush()
+        except OSError as error:  # nobody reads it; the log has said the same
+            log.debug("ready line not written", reason=str(error))
 
     def _on_change(self) -> None:
         self.router.on_change()
-        if not self.not_ready():
+        if self.pairs.are_verified and not self.not_ready():
             self._ready.set()
 
     def _signalled(self, number: int) -> None:

@@ -19,7 +19,7 @@ class RequestStream:
     ``num_cached_tokens`` and ``prompt_logprobs`` are valid from the first outputs (or the end) on.
     """
 
-    def __init__(self, request: Request, on_abort: Callable[[RequestStream], None], now: float) -> None:
+    def __init__(self, request: Request, on_end: Callable[[RequestStream, RequestEvent], None], now: float) -> None:
         self.request = request
         self.state = RequestState.QUEUED
         self.num_cached_tokens = 0
@@ -27,7 +27,7 @@ class RequestStream:
         self.tokens: list[int] = []  # generated so far
         self.entered = [(RequestState.QUEUED, now)]  # every state it has been in, and since when
         self.num_attempts = 0
-        self._on_abort = on_abort
+        self._on_end = on_end
         self._arrived: list[TokenOutput] = []
         self._error: RequestFailedError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -70,9 +70,14 @@ class RequestStream:
         return arrived
 
     def abort(self) -> None:
-        """The client is gone or has enough: free everything everywhere. Harmless when the request has ended."""
+        """The client is gone: free everything everywhere. Harmless when the request has ended."""
         if not self.is_final:
-            self._on_abort(self)
+            self._on_end(self, RequestEvent.ABORT)
+
+    def stop(self) -> None:
+        """The answer is complete, which the worker cannot know (a stop string). Harmless when the request has ended."""
+        if not self.is_final:
+            self._on_end(self, RequestEvent.FINISH)
 
     # ---------------------------------------------------------------- the router's side
 

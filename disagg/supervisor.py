@@ -119,8 +119,12 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         deaths: deque[float] = deque()
         while not self._is_closing:
-            self._launch(worker)
-            await self._watch(worker)
+            try:
+                self._launch(worker)
+            except StartupError as error:
+                worker.cause = str(error)
+            else:
+                await self._watch(worker)
             if self._is_closing:
                 return
             now = loop.time()
@@ -150,7 +154,7 @@ class Supervisor:
 
     def _launch(self, worker: WorkerInfo) -> None:
         worker.epoch += 1
-        worker.state, worker.ready, worker.stats, worker.cause = WorkerState.STARTING, None, None, ""
+        worker.ready, worker.stats, worker.cause = None, None, ""
         worker.heard_at = asyncio.get_running_loop().time()
         worker.exited.clear()
         epoch = worker.epoch
@@ -164,6 +168,7 @@ class Supervisor:
 
         settings = msgspec.structs.replace(worker.settings, epoch=epoch)
         worker.handle = self._launcher.launch(settings, on_message, on_exit)
+        worker.state = WorkerState.STARTING
         log.info("worker started", worker=worker.id, epoch=epoch, pid=worker.handle.pid)
 
     async def _watch(self, worker: WorkerInfo) -> None:

@@ -119,6 +119,7 @@ class Worker:
 
     def step(self) -> bool:
         """Compute one batch, report its tokens, then settle copies and reservations. False: there was nothing to compute."""
+        self.poll()  # blocks that come back here may admit a prompt
         batch = self.scheduler.schedule()
         if batch:
             for chunk in batch:
@@ -127,7 +128,7 @@ class Worker:
             samples = self._engine.step(batch)
             self._num_steps += 1
             self._report(self.scheduler.commit(batch, samples))
-        self.poll()
+            self.poll()
         return bool(batch)
 
     def poll(self) -> None:
@@ -162,9 +163,9 @@ class Worker:
             sequence = progress.sequence
             if sequence.dispatch in self.prefill:
                 self.prefill.after_step(progress)
-            elif progress.sample.token is not None:
+            elif progress.sample.token is not None or progress.sample.is_broken:
                 sample = progress.sample
-                outputs.append(TokenOutput(sequence.dispatch, progress.sample.token, progress.finish_reason, sample.logprobs))
+                outputs.append(TokenOutput(sequence.dispatch, sample.token or 0, progress.finish_reason, sample.logprobs))
                 if progress.finish_reason is not None:
                     self.decode.finished(sequence.dispatch)
         if outputs:

@@ -19,10 +19,10 @@ import structlog
 
 from disagg import log as logging_setup
 from disagg.channel import ChannelClosed, Connection
-from disagg.errors import DisaggError, ProtocolError
-from disagg.handoff.host_pool import create_pool, warm_pool
+from disagg.errors import DisaggError, ProtocolError, StartupError
+from disagg.handoff.host_pool import create_pool, populate
 from disagg.handoff.shm import ShmTransport
-from disagg.messages import HEARTBEAT_S, VERSION, Configure, Loading, Ready, Shutdown, StartFailed
+from disagg.messages import HEARTBEAT_S, VERSION, Configure, Loading, Message, Ready, Shutdown, StartFailed
 from disagg.model import find_model
 from disagg.worker import Worker
 
@@ -35,12 +35,16 @@ _LOADING_INTERVAL_S = 0.5
 
 def main() -> int:
     _die_with(parent_pid=int(sys.argv[2]))
-    connection = Connection(socket.socket(fileno=int(sys.argv[1])))
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    connection = Connection(control)
     try:
-        settings = _receive_settings(connection)
+        settings, early = _receive_settings(connection)
+        if Shutdown() in early:
+            return 0
         logging_setup.configure(settings.log, worker=settings.worker, epoch=settings.epoch)
-        _take_cpus(settings)
         try:
+            _take_cpus(settings)
             _serve(connection, settings)
         except DisaggError as error:
             log.error("worker cannot serve", reason=str(error))
@@ -72,7 +76,7 @@ def _serve(connection: Connection, settings: Configure) -> None:
     if settings.poison:
         _poison(mapping)
     else:
-        warm_pool(mapping)
+        populate(mapping)
     transport = ShmTransport(settings.worker, layout, pool)
     worker = Worker(settings, engine, pool, transport, connection.send, time.monotonic)
     load_s = time.monotonic() - started
@@ -104,14 +108,15 @@ def _run(connection: Connection, worker: Worker, transport: ShmTransport) -> Non
             told_at = now
 
 
-def _receive_settings(connection: Connection) -> Configure:
-    received = connection.receive(_CONFIGURE_TIMEOUT_S)
-    if len(received) != 1 or not isinstance(received[0][0], Configure):
-        raise ProtocolError(f"expected one Configure frame first, got {[type(message).__name__ for message, _ in received]}")
-    settings = received[0][0]
+def _receive_settings(connection: Connection) -> tuple[Configure, list[Message]]:
+    """The first message, and those that came right behind it: before Ready there is nothing to say but Shutdown."""
+    received = [message for message, _ in connection.receive(_CONFIGURE_TIMEOUT_S)]
+    settings = received[0] if received else None
+    if not isinstance(settings, Configure):
+        raise ProtocolError(f"expected Configure first, got {type(settings).__name__}")
     if settings.version != VERSION:
         raise ProtocolError(f"the parent speaks version {settings.version}, this worker {VERSION}")
-    return settings
+    return settings, received[1:]
 
 
 def _die_with(parent_pid: int) -> None:
@@ -123,11 +128,14 @@ def _die_with(parent_pid: int) -> None:
 
 
 def _take_cpus(settings: Configure) -> None:
-    """Confine this process to its cores, before a library counts them."""
-    if settings.cpus:
-        os.sched_setaffinity(0, settings.cpus)
-    if settings.nice:
-        _yield_to_others(settings.nice)
+    """Confine this process to its cores, before a library counts them. Raises StartupError."""
+    try:
+        if settings.cpus:
+            os.sched_setaffinity(0, settings.cpus)
+        if settings.nice:
+            _yield_to_others(settings.nice)
+    except OSError as error:
+        raise StartupError(f"cannot run on the cores {settings.cpus}: {error}; --no-pin-cpus leaves them alone") from error
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(_num_threads())
 
@@ -136,9 +144,10 @@ def _yield_to_others(nice: int) -> None:
     """Run after everybody else who wants these cores. Where sessions are scheduled as groups, the group must yield as well."""
     os.nice(nice)
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    autogroup = Path("/proc/self/autogroup")
-    if autogroup.exists():
-        autogroup.write_text(str(nice))
+    try:
+        Path("/proc/self/autogroup").write_text(str(nice))
+    except OSError as error:  # no such groups here, or the kernel's limit on how often an ordinary user may set one
+        log.info("scheduling group keeps its weight", reason=str(error))
 
 
 def _num_threads() -> int:

@@ -83,4 +83,5 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["X-Request-Id"] = request[REQUEST_ID]
+    if request_id := request.get(REQUEST_ID):  # not there if aiohttp refused the request before any middleware
+        response.headers["X-Request-Id"] = request_id

@@ -164,7 +164,7 @@ class _Answer:
                 text = choice.push(outputs)
                 if choice.finish_reason is not None:
                     if outputs[-1].finish_reason is None:  # a stop string: the worker does not know it
-                        stream.abort()
+                        stream.stop()
                     break
                 await deliver(choice, text)
             else:

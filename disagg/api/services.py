@@ -46,6 +46,7 @@ class Services:
     chat_template: ChatTemplate | None  # None: a base model; the chat endpoint says so
     model_name: str
     max_model_len: int  # tokens of prompt + answer
+    vocab_size: int  # ids that both the tokenizer and the model know: 0 … vocab_size - 1
     created: int  # Unix seconds, for /v1/models
     config: ServerConfig
     registry: CollectorRegistry

@@ -86,10 +86,9 @@ def build_work(
         max_tokens = _max_tokens(len(prompt), answer, services.max_model_len)
         if common.min_tokens > max_tokens:
             raise invalid("min_tokens", f"{common.min_tokens} is more than the {max_tokens} tokens that may be generated")
-        for _ in range(n):
-            index = len(requests)
-            params = msgspec.structs.replace(common, max_tokens=max_tokens, seed=(first_seed + index) & _SEED_MASK)
-            requests.append(Request(id=f"{id}-{index}", prompt=prompt, params=params))
+        for choice in range(n):  # a prompt draws the same alone and in a list
+            params = msgspec.structs.replace(common, max_tokens=max_tokens, seed=(first_seed + choice) & _SEED_MASK)
+            requests.append(Request(id=f"{id}-{len(requests)}", prompt=prompt, params=params))
     return Work(
         id=id,
         requests=requests,
@@ -114,7 +113,7 @@ def _sampling(body: SharedFields, services: Services, answer: Answer, *, stop_to
         max_tokens=0,
         min_tokens=body.min_tokens or 0,
         temperature=_temperature(body.temperature),
-        top_k=_top_k(body.top_k, services.tokenizer.vocab_size),
+        top_k=_top_k(body.top_k, services.vocab_size),
         top_p=1.0 if body.top_p is None else body.top_p,
         min_p=body.min_p or 0.0,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
@@ -167,7 +166,7 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
 
 
 def _check_ids(param: str, ids: Iterable[int], services: Services) -> None:
-    vocab_size = services.tokenizer.vocab_size
+    vocab_size = services.vocab_size
     if any(not 0 <= token < vocab_size for token in ids):
         raise invalid(param, f"token ids go from 0 to {vocab_size - 1}")
 

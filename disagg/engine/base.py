@@ -30,7 +30,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)  # of the full blocks of tokens, as far as they were needed
     num_computed: int = 0
-    num_cached: int = 0  # prompt tokens whose KV came from the prefix cache
+    num_cached: int | None = None  # prompt tokens found in the prefix cache when it was first given blocks
     was_whole: bool = False  # KV of all its tokens has existed: computing any but the newest is doing it again
     is_filling: bool = False  # its blocks are being computed here; false once every token but the last has KV
 
@@ -68,6 +68,7 @@ class Sample:
     token: int | None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    is_broken: bool = False  # the model's output was not a number: there is no token, and there will be none
 
 
 class Engine(Protocol):

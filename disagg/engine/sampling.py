@@ -1,4 +1,4 @@
-"""From logits to tokens: penalties, bias, temperature, min_p, top_k, top_p, one draw.
+"""From logits to tokens: bias, penalties, temperature, min_p, top_k, top_p, one draw.
 
 A draw is one number of a counter-based generator keyed by (seed, position), put through the inverse of the filtered
 distribution's cumulative sum in token order. So a request draws the same tokens in any batch, in any chunking, after a
@@ -61,7 +61,7 @@ def score(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list
     """Log-probabilities of ``tokens`` (one a row) and each row's ``num_top`` best, from the unmodified ``logits``."""
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
-    values, ids = (part.tolist() for part in logprobs.topk(max(num_top), dim=-1))
+    values, ids = (part.tolist() for part in logprobs.topk(min(max(num_top), logprobs.shape[-1]), dim=-1))
     return [
         TokenLogprobs(logprob, list(zip(ids[row][:count], values[row][:count])))
         for row, (logprob, count) in enumerate(zip(chosen, num_top))
@@ -75,7 +75,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _adjust(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Penalties, bias and banned tokens. Returns ``logits`` itself when no row has any."""
+    """Bias, penalties and banned tokens. Returns ``logits`` itself when no row has any."""
     changed = [index for index, row in enumerate(rows) if _is_adjusted(row)]
     if not changed:
         return logits
@@ -93,6 +93,9 @@ def _is_adjusted(row: Row) -> bool:
 
 def _adjust_row(logits: Tensor, row: Row) -> None:
     params, size = row.params, len(logits)
+    if params.logit_bias:
+        ids = torch.tensor(list(params.logit_bias), device=logits.device)
+        logits[ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sorted({token for token in row.tokens if token < size}), device=logits.device)
         values = logits[seen]
@@ -103,9 +106,6 @@ def _adjust_row(logits: Tensor, row: Row) -> None:
         ids = torch.tensor(list(counts), device=logits.device)
         penalties = [params.presence_penalty + params.frequency_penalty * count for count in counts.values()]
         logits[ids] -= torch.tensor(penalties, device=logits.device)
-    if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=logits.device)
-        logits[ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
     if len(row.tokens) - row.num_prompt < params.min_tokens:
         logits[[token for token in params.stop_token_ids if token < size]] = -math.inf
 

@@ -2,8 +2,8 @@
 
 A sequence waits, gets blocks for its whole prompt (less what the prefix cache holds), is computed chunk by chunk, and then
 decodes one token per step. Running streams come first in every step; prompts take up to ``chunk_tokens`` beside them. When
-a stream cannot grow, the sequence admitted last gives its blocks back and is computed again later (preemption): its
-draws depend on seed and position only, so its tokens do not change.
+a stream cannot grow, the youngest sequence gives its blocks back and is computed again later (preemption): its draws depend on
+seed and position only, so its tokens do not change. Age is the dispatch number, so the oldest always gets on.
 
 Pure: no torch, no clock. A step is ``schedule`` → engine → ``commit``.
 """
@@ -17,6 +17,9 @@ from disagg.engine.base import Chunk, Sample, Sequence
 from disagg.engine.blocks import BlockPool, BlockState
 from disagg.kv import block_hashes
 from disagg.request import FinishReason
+
+GROWTH_BLOCKS = 4
+"""Blocks that each running stream should have left to grow into when others reserve: about a prefill's worth of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,8 @@ class Scheduler:
         """
         hits: list[int] = []
         wanted: list[bytes] = []
-        if self.prefix_cache and sequence.params.num_prompt_logprobs is None:
+        scores_prompt = sequence.params.num_prompt_logprobs is not None and not sequence.num_generated
+        if self.prefix_cache and not scores_prompt:
             sequence.hashes = block_hashes(sequence.tokens, self.block_size, sequence.hashes)
             wanted = sequence.hashes[: reusable // self.block_size]
             hits = self.pool.match(wanted)
@@ -85,12 +89,15 @@ class Scheduler:
             return False
         sequence.blocks = hits + self.pool.allocate(needed, state)
         sequence.num_computed = len(hits) * self.block_size
-        self.num_prefix_queries += len(wanted)
-        self.num_prefix_hits += len(hits)
+        if sequence.num_cached is None:  # after a preemption it would find its own blocks
+            sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
+            self.num_prefix_queries += len(wanted)
+            self.num_prefix_hits += len(hits)
         return True
 
     def schedule(self) -> list[Chunk]:
         """The next step's chunks: every stream's next token, then prompts up to the token budget."""
+        self._make_room_for_the_preempted()
         batch = [
             Chunk(sequence, sequence.num_computed, 1)
             for sequence in list(self.running)
@@ -141,15 +148,25 @@ class Scheduler:
         )
         if is_admitted:
             sequence.is_filling = True
-            sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
         return is_admitted
+
+    def _make_room_for_the_preempted(self) -> None:
+        """A stream that had to give its blocks back outranks those that came after it: the youngest of them yields in turn."""
+        if not self.waiting or not self.waiting[0].num_generated:
+            return
+        oldest = self.waiting[0]
+        while self.pool.num_available < -(-len(oldest.tokens) // self.block_size) + len(self.running):
+            younger = [s for s in self.running if s.dispatch > oldest.dispatch and not s.prefill_only]
+            if not younger:
+                return
+            self._preempt(max(younger, key=lambda s: s.dispatch))
 
     def _grow(self, sequence: Sequence) -> bool:
         """A slot for the token about to be computed, at the cost of others if need be. False: it was preempted itself."""
         if len(sequence.blocks) * self.block_size > sequence.num_computed:
             return True
         while not self.pool.num_available:
-            victim = next((s for s in reversed(self.running) if not s.prefill_only), sequence)
+            victim = max((s for s in self.running if not s.prefill_only), key=lambda s: s.dispatch)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -160,7 +177,8 @@ class Scheduler:
         self.running.remove(sequence)
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.num_computed, sequence.is_filling = [], 0, False
-        self.waiting.appendleft(sequence)
+        index = next((i for i, other in enumerate(self.waiting) if other.dispatch > sequence.dispatch), len(self.waiting))
+        self.waiting.insert(index, sequence)
         self.num_preemptions += 1
 
     def _commit_one(self, chunk: Chunk, sample: Sample) -> Progress:
@@ -186,6 +204,8 @@ class Scheduler:
     @staticmethod
     def _append(sequence: Sequence, sample: Sample) -> FinishReason | None:
         params = sequence.params
+        if sample.is_broken:
+            return FinishReason.ERROR
         if sample.token is None:
             return FinishReason.LENGTH
         sequence.tokens.append(sample.token)

@@ -42,13 +42,19 @@ class TorchEngine:
                 ends.append(index)
                 rows.append(Row(chunk.sequence.params, chunk.sequence.tokens, chunk.sequence.num_prompt))
         results: dict[int, tuple[int, TokenLogprobs | None]] = {}
+        broken: set[int] = set()
         if rows:
             logits = self.logits(torch.stack([hidden[index][-1] for index in ends]))
+            is_finite = logits.isfinite().all(dim=-1)
+            if not is_finite.all():
+                kept = is_finite.nonzero()[:, 0].tolist()
+                broken = set(ends) - {ends[row] for row in kept}
+                logits, ends, rows = logits[kept], [ends[row] for row in kept], [rows[row] for row in kept]
             results = dict(zip(ends, sample(logits, rows)))
         samples = []
         for index, chunk in enumerate(batch):
             token, logprobs = results.get(index, (None, None))
-            samples.append(Sample(token, logprobs, self._score_prompt(chunk, hidden[index])))
+            samples.append(Sample(token, logprobs, self._score_prompt(chunk, hidden[index]), index in broken))
         return samples
 
     @torch.inference_mode()
@@ -77,7 +83,7 @@ class TorchEngine:
 
     def _score_prompt(self, chunk: Chunk, hidden: Tensor) -> list[TokenLogprobs] | None:
         num_top = chunk.sequence.params.num_prompt_logprobs
-        if num_top is None:
+        if num_top is None or chunk.sequence.num_generated:
             return None
         targets = chunk.sequence.tokens[chunk.start + 1 : min(chunk.start + chunk.num_tokens + 1, chunk.sequence.num_prompt)]
         scores: list[TokenLogprobs] = []

@@ -136,10 +136,10 @@ def test_preemption_on_decode_changes_nothing(setup: Setup) -> None:
     def preempted(w: World) -> None:
         assert w.engine_worker("decode-0").stats().preemptions > 0
 
-    few = {"num_prompts": 4, "num_tokens": 40}
+    few = {"num_prompts": 3, "num_tokens": 90}
     expected = setup.run("mixed", is_batched=False, **few)
-    # 8 blocks hold the four prompts, 18 the four whole answers.
-    got = setup.run("prefill", "decode", is_batched=True, num_blocks=12, chunk_tokens=64, look=preempted, **few)
+    # 5 blocks hold the three prompts, 13 with what each must have left to grow into; the whole answers need 22.
+    got = setup.run("prefill", "decode", is_batched=True, num_blocks=15, chunk_tokens=64, look=preempted, **few)
     assert_equal(got, expected)
 
 

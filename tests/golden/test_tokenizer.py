@@ -8,12 +8,12 @@ from pathlib import Path
 
 import gguf
 import pytest
-from disagg.model import ModelFiles
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
+from disagg.model import ModelFiles
 from disagg.text.detokenizer import Detokenizer
 from disagg.text.tokenizer import Tokenizer, load_tokenizer
 

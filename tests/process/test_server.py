@@ -84,10 +84,10 @@ def test_a_killed_worker_is_replaced_and_nothing_is_left_of_it(role: str) -> Non
     """kill -9 of a worker that is in the middle of a long prompt: the request is answered all the same, right."""
     prompt = [65] * 60_000
     with server("--model", "null") as running:
-        expected = running.complete(prompt[:-1] + [66], 16)
+        expected = running.complete([*prompt[:-1], 66], 16)
         before = running.worker(f"{role}-0")
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(running.complete, prompt[:-1] + [66], 16)
+            answer = pool.submit(running.complete, [*prompt[:-1], 66], 16)
             until(lambda: running.status()["requests"]["prefilling"] == 1 or answer.done(), "the prompt is being computed")
             os.kill(before["pid"], signal.SIGKILL)
             assert answer.result(DEADLINE_S) == expected
@@ -95,7 +95,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_left_of_it(role: str) -> Non
         after = running.worker(f"{role}-0")
         assert (after["epoch"], after["restarts"]) == (2, 1)
         assert after["pid"] != before["pid"]
-        assert running.complete(prompt[:-1] + [66], 16) == expected
+        assert running.complete([*prompt[:-1], 66], 16) == expected
         running.wait_until_empty(1.0)
         # The survivor has let go of the dead worker's memory: at most its own pool and the new peer's.
         for worker in running.status()["workers"]:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 
 import pytest
 
+from disagg.config import WorkersConfig
+from disagg.engine.base import Chunk, Sample
 from disagg.errors import OverloadedError, RequestFailedError, UnavailableError
+from disagg.messages import Message, Tokens
 from disagg.request import FailReason, RequestState
 from disagg.stream import RequestStream
+from disagg.supervisor import WorkerInfo
 from tests.sim.world import DEADLINE_S, collect, make_layout, request, world
 
 PROMPTS = ["a", "four", "a prompt of more than one chunk, and of many blocks", "x" * 64, "block-aligned 16"]
@@ -164,6 +169,98 @@ async def test_waiting_for_blocks_on_decode_is_bounded_and_typed() -> None:
             await collect(stream)
         assert caught.value.reason == FailReason.NO_BLOCKS
         decode.pool.release(taken)
+
+
+async def test_blocks_that_a_finished_copy_frees_admit_a_waiting_prompt_at_once() -> None:
+    """No other message wakes the worker: the copy's end is enough."""
+    async with world("prefill", "decode", kv_nbytes=64 * 30, chunk_tokens=64) as w:
+        writer = w.handles["prefill-0"]
+        others = writer.worker.pool.allocate(10, "in_use")
+        writer.transport.is_open = False
+        first = asyncio.create_task(collect(w.router.submit(request("f" * 40, 3))))
+        await w.until(lambda: bool(writer.worker.pool.counts["in_use"]), "the first prompt computed")
+        second = asyncio.create_task(collect(w.router.submit(request("s" * 50, 3))))
+        await w.until(lambda: bool(writer.worker.scheduler.waiting), "the second prompt waiting for blocks")
+        writer.open_gate()
+        assert len(await first) == len(await second) == 3
+        writer.worker.pool.release(others)
+
+
+async def test_an_output_that_is_no_number_fails_its_request_with_a_reason() -> None:
+    """On prefill and on decode: an error for that request, the worker and the others live on."""
+    for healthy_steps, worker in ((0, "prefill-0"), (3, "decode-0")):
+        async with world("prefill", "decode") as w:
+            engine = w.engine_worker(worker)._engine
+            whole_step, steps = engine.step, itertools.count()
+
+            def broken_step(batch: list[Chunk]) -> list[Sample]:
+                samples = whole_step(batch)  # noqa: B023
+                is_broken = next(steps) >= healthy_steps  # noqa: B023
+                return [Sample(None, is_broken=True)] * len(batch) if is_broken else samples
+
+            engine.step = broken_step
+            stream = w.router.submit(request("broken", 20))
+            with pytest.raises(RequestFailedError, match="not a number") as caught:
+                await collect(stream)
+            assert caught.value.reason == FailReason.BROKEN_OUTPUT
+            engine.step = whole_step
+            assert len(await collect(w.router.submit(request("whole", 20)))) == 20
+
+
+async def test_what_is_told_twice_is_counted_and_changes_nothing() -> None:
+    """Every message of a worker about a dispatch, delivered twice: the tokens are the same and nobody breaks."""
+    (expected,) = await colocated_tokens(["told twice"], 12)
+    async with world("prefill", "decode") as w:
+        once = w.on_message
+
+        def twice(worker: WorkerInfo, message: Message) -> None:
+            once(worker, message)
+            if not isinstance(message, Tokens):  # tokens carry no number: their channel must not repeat them
+                once(worker, message)
+
+        w.on_message = twice
+        assert await collect(w.router.submit(request("told twice", 12))) == expected
+        assert w.router.num_late_messages > 0
+
+
+async def test_one_full_decode_worker_does_not_hold_up_requests_for_another() -> None:
+    """A request that waits for blocks on one decode worker takes nobody else's place on prefill."""
+    async with world("prefill", "decode", "decode", chunk_tokens=4, reserve_s=5.0) as w:
+        full = w.engine_worker("decode-0").pool
+        taken = full.allocate(64, "in_use")
+        waiting = next(
+            stream
+            for stream in [w.router.submit(request(f"{i} waits or not", 3)) for i in range(2)]
+            if w.router._by_stream[stream].decode.id == "decode-0"
+        )
+        for index in range(8):
+            assert len(await collect(w.router.submit(request(f"{index} does not wait", 3)))) == 3
+        assert len(await collect(w.router.submit(request("only one token", 1)))) == 1
+        assert waiting.state is RequestState.RESERVING
+        full.release(taken)
+        w.handles["decode-0"].open_gate()
+        assert len(await collect(waiting)) == 3
+
+
+async def test_waiting_while_nobody_can_serve_is_bounded() -> None:
+    """With no worker for longer than queue_s, queued requests fail with a typed reason instead of waiting for ever."""
+    async with world("mixed", queue_s=0.1, workers=WorkersConfig(fallback=False)) as w:
+        stream = w.router.submit(request("nobody is left", 100))
+        await w.until(lambda: len(stream.tokens) > 2, "tokens")
+        launch, w.launch = w.launch, w.refuse_to_launch
+        w.supervisor._launcher = w
+        w.handles["mixed-0"].kill()
+        with pytest.raises(RequestFailedError, match=r"no worker could serve it for 0\.1 s") as caught:
+            await collect(stream)
+        assert caught.value.reason == FailReason.TIMEOUT
+        w.launch = launch
+        await w.until(lambda: w.workers[0].is_ready, "the worker back")
+
+
+async def test_pools_of_a_few_blocks_serve_too() -> None:
+    """The start-up probe takes no more blocks than there are."""
+    async with world("prefill", "decode", kv_nbytes=64 * 4) as w:
+        assert len(await collect(w.router.submit(request("tiny", 3)))) == 3
 
 
 async def test_drain_admits_nothing_and_waits_for_the_last_stream() -> None:

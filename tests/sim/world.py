@@ -18,6 +18,7 @@ import numpy as np
 from disagg.config import LogConfig, SchedulerConfig, WorkersConfig
 from disagg.engine.base import Engine
 from disagg.engine.null import NullEngine
+from disagg.errors import StartupError
 from disagg.handoff.host_pool import create_pool
 from disagg.handoff.memory import MemoryNetwork, MemoryTransport
 from disagg.handoff.shm import ShmTransport
@@ -210,12 +211,16 @@ class World:
         self.handles[settings.worker] = InProcessWorker(settings, engine, self._fabric, on_message, on_exit)
         return self.handles[settings.worker]
 
+    def refuse_to_launch(self, settings: Configure, on_message: OnMessage, on_exit: OnExit) -> InProcessWorker:
+        """In the place of ``launch``: a host that has no process to give."""
+        raise StartupError("cannot start a process: no more of them")
+
     def on_ready(self, worker: WorkerInfo) -> None:
         self.pairs.on_ready(worker)
         self.router.on_change()
 
     def on_message(self, worker: WorkerInfo, message: Message) -> None:
-        if not self.pairs.take(message):
+        if not self.pairs.take(worker, message):
             self.router.on_message(worker, message)
 
     def on_down(self, worker: WorkerInfo) -> None:
@@ -253,6 +258,7 @@ async def world(
     *roles: str,
     max_queue: int = 1000,
     reserve_s: float = 5.0,
+    queue_s: float = 5.0,
     max_attempts: int = 4,
     chunk_tokens: int = 16,
     workers: WorkersConfig | None = None,
@@ -266,7 +272,13 @@ async def world(
     for role in roles:
         settings.append(worker_settings(f"{role}-{counts[role]}", role, chunk_tokens=chunk_tokens, **changes))
         counts[role] += 1
-    scheduler = SchedulerConfig(max_queue=max_queue, reserve_s=reserve_s, chunk_tokens=chunk_tokens, max_attempts=max_attempts)
+    scheduler = SchedulerConfig(
+        max_queue=max_queue,
+        reserve_s=reserve_s,
+        queue_s=queue_s,
+        chunk_tokens=chunk_tokens,
+        max_attempts=max_attempts,
+    )
     built = World(settings, scheduler, workers or WorkersConfig(), make_engine, fabric or Memory())
     running = asyncio.create_task(built.supervisor.run())
     num_pairs = roles.count("prefill") * roles.count("decode")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
 from typing import get_args
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from disagg import messages as m
 from disagg.channel import MAX_FRAME, Channel, ChannelClosed, Connection, FrameReader, frame
-from disagg.errors import ProtocolError
+from disagg.errors import IllegalTransitionError, ProtocolError
 from disagg.kv import KVLayout
 from disagg.request import SamplingParams
 
@@ -23,9 +24,9 @@ OUTPUT = m.TokenOutput(7, 65, "stop", m.TokenLogprobs(-0.5, [(65, -0.5), (66, -1
 SAMPLES: list[m.Message] = [
     m.Connect("decode-0", 2, LAYOUT, 9, 0),
     m.Disconnect("decode-0", 2),
-    m.Reserve(1, [1, 2, 3], PARAMS, 2.5),
-    m.Prefill(1, [1, 2, 3], PARAMS, m.Target("decode-0", 1, [4, 5], 1)),
-    m.Prefill(1, [1], PARAMS, None),
+    m.Reserve(1, [1, 2, 3], 2, PARAMS, 2.5),
+    m.Prefill(1, [1, 2, 3], 3, PARAMS, m.Target("decode-0", 1, [4, 5], 1)),
+    m.Prefill(1, [1], 1, PARAMS, None),
     m.Commit(1, 65),
     m.Abort(1),
     m.Verify(1),
@@ -100,7 +101,7 @@ def test_both_ends_exchange_messages_and_descriptors_in_order() -> None:
         closed = asyncio.Event()
         channel = Channel(ours, lambda message, _fds: received.append(message), lambda _error: closed.set())
         worker = Connection(theirs)
-        big = m.Reserve(1, list(range(300_000)), PARAMS, 1.0)
+        big = m.Reserve(1, list(range(300_000)), 300_000, PARAMS, 1.0)
         read_end, write_end = os.pipe()
         channel.send(big)
         channel.send(m.Connect("decode-0", 1, LAYOUT, 1), [write_end])
@@ -125,6 +126,22 @@ def test_both_ends_exchange_messages_and_descriptors_in_order() -> None:
     assert asyncio.run(scenario()) == [m.Quiesced(1)]
 
 
+def test_a_worker_can_be_given_descriptors_beyond_1024() -> None:
+    """A parent with a thousand clients has no small numbers left for the sockets of the workers it restarts."""
+    ours, theirs = socket.socketpair()
+    high = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD, 1500)
+    theirs.close()
+    worker = Connection(socket.socket(fileno=high))
+    wake_fd = os.eventfd(1)
+    assert worker.receive(0.0) == []
+    assert worker.receive(5.0, wake_fd) == [], "it slept although the descriptor was readable"
+    ours.sendall(frame(m.Shutdown()))
+    assert worker.receive(5.0, wake_fd) == [(m.Shutdown(), [])]
+    os.close(wake_fd)
+    worker.close()
+    ours.close()
+
+
 def test_the_worker_notices_that_the_parent_is_gone() -> None:
     """End of file and a broken pipe are ChannelClosed, not a hang or another error."""
     ours, theirs = socket.socketpair()
@@ -135,3 +152,63 @@ def test_the_worker_notices_that_the_parent_is_gone() -> None:
     with pytest.raises(ChannelClosed):
         worker.send(m.Quiesced(1))
     worker.close()
+
+
+def channel_pair() -> tuple[socket.socket, Connection]:
+    ours, theirs = socket.socketpair()
+    return ours, Connection(theirs)
+
+
+def test_what_a_dead_worker_had_sent_is_read_although_writing_to_it_fails() -> None:
+    """Its last words (a reason, tokens) count: a broken pipe ends the writing, the end of file ends the channel."""
+
+    async def scenario() -> list[m.Message]:
+        ours, worker = channel_pair()
+        received: list[m.Message] = []
+        closed = asyncio.Event()
+        channel = Channel(ours, lambda message, _fds: received.append(message), lambda _error: closed.set())
+        worker.send(m.StartFailed("the last words"))
+        worker.close()
+        channel.send(m.Abort(1))
+        channel.send(m.Abort(2))
+        async with asyncio.timeout(5):
+            await closed.wait()
+        return received
+
+    assert asyncio.run(scenario()) == [m.StartFailed("the last words")]
+
+
+def test_draining_ends_although_somebody_else_holds_the_socket_open() -> None:
+    """A process forked by the worker may outlive it and keep the other end: what is there is read, nobody waits for more."""
+
+    async def scenario() -> list[m.Message]:
+        ours, worker = channel_pair()
+        received: list[m.Message] = []
+        channel = Channel(ours, lambda message, _fds: received.append(message), lambda _error: None)
+        worker.send(m.Quiesced(1))
+        channel.drain()
+        channel.close()
+        worker.close()
+        return received
+
+    assert asyncio.run(scenario()) == [m.Quiesced(1)]
+
+
+def test_a_message_that_may_not_be_ends_its_worker_not_the_parent() -> None:
+    """An error of ours while handling a message closes that channel with the error; nothing escapes into the loop."""
+
+    async def scenario() -> Exception | None:
+        ours, worker = channel_pair()
+        ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+
+        def refuse(_message: m.Message, _fds: list[int]) -> None:
+            raise IllegalTransitionError("no such move")
+
+        Channel(ours, refuse, ended.set_result)
+        worker.send(m.Quiesced(1))
+        async with asyncio.timeout(5):
+            error = await ended
+        worker.close()
+        return error
+
+    assert isinstance(asyncio.run(scenario()), IllegalTransitionError)

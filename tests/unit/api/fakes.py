@@ -80,11 +80,12 @@ class FakeRouter:
         self.num_cached_tokens = 0
         self.streams: list[RequestStream] = []
         self.aborted: list[RequestStream] = []
+        self.stopped: list[RequestStream] = []
 
     def submit(self, request: Request) -> RequestStream:
         if self.refusal is not None and len(self.streams) >= self.accepts:
             raise self.refusal
-        stream = RequestStream(request, self._abort, 0.0)
+        stream = RequestStream(request, self._end, 0.0)
         stream.move(RequestEvent.PREFILL, 0.0)
         stream.num_cached_tokens = self.num_cached_tokens
         if request.params.num_prompt_logprobs is not None:
@@ -115,9 +116,9 @@ class FakeRouter:
         if outputs and outputs[-1].finish_reason is not None:
             stream.move(RequestEvent.FINISH, 0.0)
 
-    def _abort(self, stream: RequestStream) -> None:
-        stream.move(RequestEvent.ABORT, 0.0)
-        self.aborted.append(stream)
+    def _end(self, stream: RequestStream, event: RequestEvent) -> None:
+        stream.move(event, 0.0)
+        (self.aborted if event is RequestEvent.ABORT else self.stopped).append(stream)
 
 
 @dataclass
@@ -151,6 +152,7 @@ def make_services(router: FakeRouter, **changes: Any) -> Services:
         "chat_template": load_chat_template(FILES, TOKENIZER),
         "model_name": MODEL,
         "max_model_len": 256,
+        "vocab_size": TOKENIZER.vocab_size,
         "created": 1_700_000_000,
         "config": ServerConfig(max_body_bytes=1 << 20, keepalive_s=60.0),
         "registry": CollectorRegistry(),

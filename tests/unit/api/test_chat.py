@@ -132,14 +132,14 @@ async def test_logprobs_without_top_hold_the_chosen_token_only() -> None:
 
 @async_test
 async def test_a_stop_string_is_cut_from_the_stream() -> None:
-    """Nothing of a stop string is ever sent, whichever tokens it is spread over, and the rest of the work is aborted."""
+    """Nothing of a stop string is ever sent, whichever tokens it is spread over, and the rest of the work is stopped."""
     router = FakeRouter(lambda request: ([token] for token in tokens("keep STOP lost", None)))
     async with serving(router) as client:
         events = await client.chat_events(stop="STOP")
     deltas = [event["choices"][0]["delta"].get("content", "") for event in events]
     assert "".join(deltas) == "keep "
     assert events[-1]["choices"][0]["stop_reason"] == "STOP"
-    assert router.aborted == router.streams
+    assert (router.stopped, router.aborted) == (router.streams, [])
 
 
 @async_test

@@ -91,7 +91,10 @@ async def test_every_sampling_field_reaches_the_engine() -> None:
 
 @async_test
 async def test_choices_are_prompt_major_with_a_seed_each() -> None:
-    """n choices of each prompt, in order; seeds count up from the request's; each prompt counts once in usage."""
+    """n choices of each prompt, in order; seeds count up from the request's within a prompt; each prompt counts once in usage.
+
+    So a prompt draws the same alone and in a list.
+    """
 
     def script(request: Request) -> list[Any]:
         return [tokens(f"{chr(request.prompt[0])}{request.params.seed}")]
@@ -100,7 +103,7 @@ async def test_choices_are_prompt_major_with_a_seed_each() -> None:
     router.num_cached_tokens = 1
     async with serving(router) as client:
         answer = await client.complete(prompt=["a", "b"], n=2, best_of=2, seed=4)
-    assert [choice["text"] for choice in answer["choices"]] == ["a4", "a5", "b6", "b7"]
+    assert [choice["text"] for choice in answer["choices"]] == ["a4", "a5", "b4", "b5"]
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     assert answer["usage"]["prompt_tokens"] == 2
     assert answer["usage"]["completion_tokens"] == 8
@@ -119,14 +122,14 @@ async def test_seeds_stay_in_63_bits() -> None:
 
 @async_test
 async def test_a_stop_string_ends_the_choice_and_the_work() -> None:
-    """The text is cut before the match, the rest is aborted, and what came with it is not counted."""
+    """The text is cut before the match, the rest is stopped (no abort), and what came with it is not counted."""
     router = FakeRouter(lambda request: [tokens("ab", None), tokens("STOP and more", None)])
     async with serving(router) as client:
         answer = await client.complete(prompt="x", stop=["nope", "STOP"])
     (choice,) = answer["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("ab", "stop", "STOP")
     assert answer["usage"]["completion_tokens"] == 6
-    assert router.aborted == router.streams
+    assert (router.stopped, router.aborted) == (router.streams, [])
 
 
 @async_test
@@ -238,3 +241,13 @@ async def test_a_long_prompt_is_planned_beside_the_loop(monkeypatch: pytest.Monk
         answer = await client.complete(prompt=prompt, max_tokens=1)
     assert (short["usage"]["prompt_tokens"], answer["usage"]["prompt_tokens"]) == (2, len(prompt))
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+@async_test
+async def test_ids_that_the_model_does_not_know_are_refused() -> None:
+    """A tokenizer may have more tokens than the model has rows: such an id is a 400, also when it comes from text."""
+    async with serving(FakeRouter(lambda _request: [tokens("x")]), vocab_size=100) as client:
+        for fields in ({"prompt": [65, 100]}, {"prompt": "a\u007fb"}, {"prompt": "ab", "logit_bias": {"100": 1}}):
+            status, _, answer = await client.post("/v1/completions", fields)
+            assert status == 400, fields
+            assert "0 to 99" in answer["error"]["message"]

@@ -128,6 +128,55 @@ def test_the_last_admitted_stream_yields_when_another_must_grow() -> None:
     assert scheduler.pool.is_idle
 
 
+def test_a_preempted_stream_outranks_those_that_came_after_it() -> None:
+    """It gets its blocks back before a younger stream may end: the younger one yields in turn, and both say the same."""
+    scheduler = make_scheduler(num_blocks=10, prefix_cache=False)
+    old = make_sequence(1, 8, 24)
+    scheduler.add(old)
+    step(scheduler)
+    reserved = scheduler.pool.allocate(7, BlockState.RESERVED)  # for one that is being computed elsewhere
+    while old in scheduler.running:
+        step(scheduler)
+    young = make_sequence(2, 24, 3, salt=50)
+    young.tokens = expected_tokens(24, 1, 50)
+    young.blocks, young.num_computed = reserved, 24
+    scheduler.pool.use(reserved)
+    scheduler.adopt(young)
+    step(scheduler)
+    assert old in scheduler.running
+    assert young in scheduler.waiting
+    run_to_end(scheduler)
+    assert old.tokens == expected_tokens(8, 24, 0)
+    assert young.tokens == expected_tokens(24, 3, 50)
+    assert scheduler.pool.is_idle
+
+
+def test_a_sequences_own_blocks_are_no_prefix_hits() -> None:
+    """What is found again after a preemption was computed for this very request: it counts as cached for nobody."""
+    scheduler = make_scheduler(num_blocks=12, chunk_tokens=8)
+    old, young = make_sequence(1, 8, 30), make_sequence(2, 20, 20, salt=50)
+    scheduler.add(old)
+    step(scheduler)
+    scheduler.add(young)
+    run_to_end(scheduler)
+    assert scheduler.num_preemptions > 0
+    assert (old.num_cached, young.num_cached, scheduler.num_prefix_hits) == (0, 0, 0)
+
+
+def test_a_broken_output_ends_its_sequence_only() -> None:
+    """Logits that are no numbers give no token: ERROR for that one, the others go on."""
+    scheduler = make_scheduler()
+    broken, whole = make_sequence(1, 4, 5), make_sequence(2, 4, 5, salt=50)
+    scheduler.add(broken)
+    scheduler.add(whole)
+    batch = scheduler.schedule()
+    results = scheduler.commit(batch, [Sample(None, is_broken=True), Sample(next_token(whole.tokens))])
+    assert [progress.finish_reason for progress in results] == [FinishReason.ERROR, None]
+    run_to_end(scheduler)
+    assert whole.tokens == expected_tokens(4, 5, 50)
+    assert scheduler.pool.is_idle
+
+
 def test_without_preemption_nothing_is_computed_twice() -> None:
     """num_recomputed_tokens is the metric that catches silent recomputation: it stays 0 in ordinary work."""
     scheduler = make_scheduler(num_blocks=64)
