@@ -126,6 +126,11 @@ def server(*arguments: str) -> Iterator[Server]:
         running.close()
 
 
+def null_server(*arguments: str) -> contextlib.AbstractContextManager[Server]:
+    """A server without a model, on the null engine: it starts in a second."""
+    return server("--model", "null", "--kv-memory", "64MiB", *arguments)
+
+
 def terminate(running: Server, number: int = signal.SIGTERM) -> int:
     """Send the signal and return the exit code."""
     running.process.send_signal(number)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.harness import DEADLINE_S, Server, alive, server, terminate, until
+from tests.process.harness import DEADLINE_S, Server, alive, terminate, until
+from tests.process.harness import null_server as server
 
 LONG = 100_000  # tokens: a stream that a test always ends itself
 
@@ -23,7 +24,7 @@ LONG = 100_000  # tokens: a stream that a test always ends itself
 @pytest.fixture(scope="module")
 def running() -> Iterator[Server]:
     """A server that several tests use; each leaves it empty."""
-    with server("--model", "null") as shared:
+    with server() as shared:
         yield shared
 
 
@@ -51,7 +52,7 @@ def test_prefill_and_decode_are_two_processes_and_bytes_move_between_them(runnin
 def test_text_equals_the_colocated_servers(running: Server) -> None:
     """Forty prompts of many lengths, one after another and all at once, against a server with one mixed worker."""
     prompts = [f"{index} " + "long " * (index * 3) for index in range(40)]
-    with server("--model", "null", "--mode", "colocated") as colocated:
+    with server("--mode", "colocated") as colocated:
         expected = [colocated.complete(prompt, 24) for prompt in prompts]
     assert [running.complete(prompt, 24) for prompt in prompts] == expected
     with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
@@ -82,20 +83,22 @@ def test_abort_while_a_long_prompt_is_computed(running: Server) -> None:
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_killed_worker_is_replaced_and_nothing_is_left_of_it(role: str) -> None:
     """kill -9 of a worker that is in the middle of a long prompt: the request is answered all the same, right."""
-    prompt = [65] * 60_000
-    with server("--model", "null") as running:
-        expected = running.complete([*prompt[:-1], 66], 16)
+    prompts = [[65 + index] * 60_000 for index in range(2)]  # the second is not in any prefix cache
+    with server("--mode", "colocated") as colocated:
+        expected = [colocated.complete(prompt, 16) for prompt in prompts]
+    with server() as running:
         before = running.worker(f"{role}-0")
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(running.complete, [*prompt[:-1], 66], 16)
-            until(lambda: running.status()["requests"]["prefilling"] == 1 or answer.done(), "the prompt is being computed")
+            answer = pool.submit(running.complete, prompts[0], 16)
+            until(lambda: running.status()["requests"]["prefilling"] == 1, "the prompt is being computed")
             os.kill(before["pid"], signal.SIGKILL)
-            assert answer.result(DEADLINE_S) == expected
+            assert answer.result(DEADLINE_S) == expected[0]
+        until(lambda: running.worker(f"{role}-0")["restarts"] == 1, "restarted")
         running.wait_until_ready()
         after = running.worker(f"{role}-0")
         assert (after["epoch"], after["restarts"]) == (2, 1)
         assert after["pid"] != before["pid"]
-        assert running.complete([*prompt[:-1], 66], 16) == expected
+        assert running.complete(prompts[1], 16) == expected[1]
         running.wait_until_empty(1.0)
         # The survivor has let go of the dead worker's memory: at most its own pool and the new peer's.
         for worker in running.status()["workers"]:
@@ -106,7 +109,7 @@ def test_streams_survive_kills_at_any_token() -> None:
     """kill -9 at token 1, 2, 3, 10, 50 of each role, eight streams at a time: every text is the undisturbed one."""
     prompts = [f"stream {index} of a worker that dies" for index in range(8)]
     num_tokens = 2000
-    with server("--model", "null", "--max-restarts", "100") as running:
+    with server("--max-restarts", "100") as running:
         expected = [running.complete(prompt, num_tokens) for prompt in prompts]
         kills = 0
         for at_token in (1, 2, 3, 10, 50):
@@ -128,7 +131,7 @@ def test_streams_survive_kills_at_any_token() -> None:
 
 def test_a_stopped_worker_is_found_and_its_streams_go_on() -> None:
     """SIGSTOP: alive, but it neither speaks nor computes. It is killed and replaced; no token is lost."""
-    with server("--model", "null") as running:
+    with server() as running:
         expected = running.complete("a worker that hangs", 3000)
         stream = running.stream("a worker that hangs", 3000)
         assert stream.next_event()
@@ -145,7 +148,7 @@ def test_a_stopped_worker_is_found_and_its_streams_go_on() -> None:
 def test_kill_9_of_the_parent_leaves_no_process_and_no_memory() -> None:
     """Workers go with their parent also while they are busy; the pools have no names that could stay."""
     names_before = set(os.listdir("/dev/shm"))
-    with server("--model", "null") as running:
+    with server() as running:
         stream = running.stream("busy", LONG)
         assert stream.next_event()
         children = running.children
@@ -158,7 +161,7 @@ def test_kill_9_of_the_parent_leaves_no_process_and_no_memory() -> None:
 
 def test_a_stopped_worker_dies_with_its_parent_all_the_same() -> None:
     """A worker that cannot run a single instruction of its own (SIGSTOP) is gone within 3 s of the parent."""
-    with server("--model", "null") as running:
+    with server() as running:
         children = running.children
         for child in children:
             child.suspend()
@@ -168,7 +171,7 @@ def test_a_stopped_worker_dies_with_its_parent_all_the_same() -> None:
 
 def test_sigterm_lets_streams_finish_and_refuses_new_requests() -> None:
     """Drain: not ready, 503 with Retry-After for new requests, the running stream to its end, exit code 0."""
-    with server("--model", "null") as running:
+    with server() as running:
         expected = running.complete("to its end", 20_000)
         stream = running.stream("to its end", 20_000)
         assert stream.next_event()
@@ -187,7 +190,7 @@ def test_sigterm_lets_streams_finish_and_refuses_new_requests() -> None:
 
 def test_what_outlives_the_drain_time_ends_with_an_error_event() -> None:
     """Never a bare close: an error event, [DONE], exit code 0; also when a second signal cuts the drain short."""
-    with server("--model", "null", "--drain-s", "0.3") as running:
+    with server("--drain-s", "0.3") as running:
         stream = running.stream("too long", LONG)
         assert stream.next_event()
         assert terminate(running) == 0
@@ -195,7 +198,7 @@ def test_what_outlives_the_drain_time_ends_with_an_error_event() -> None:
         assert "shutting down" in json.loads(error)["error"]["message"]
         assert done == "[DONE]"
         stream.close()
-    with server("--model", "null") as running:
+    with server() as running:
         stream = running.stream("too long", LONG)
         assert stream.next_event()
         running.process.send_signal(signal.SIGINT)
@@ -229,7 +232,7 @@ def test_memory_that_is_not_there_is_refused_with_the_number_needed() -> None:
 
 def test_two_servers_at_once_do_not_meet(running: Server) -> None:
     """No fixed port, name or path: both serve, with the same text."""
-    with server("--model", "null") as other:
+    with server() as other:
         assert other.url != running.url
         assert other.complete("side by side", 30) == running.complete("side by side", 30)
         assert terminate(other) == 0
@@ -245,14 +248,14 @@ def kill_twice(running: Server, worker_id: str) -> None:
 
 def test_a_worker_that_dies_again_and_again_ends_the_server() -> None:
     """Backoff, a limit, then a non-zero exit, so that a service manager can act."""
-    with server("--model", "null", "--max-restarts", "1", "--no-fallback") as running:
+    with server("--max-restarts", "1", "--no-fallback") as running:
         kill_twice(running, "decode-0")
         assert running.process.wait(DEADLINE_S) == 1
 
 
 def test_or_the_other_role_serves_alone_and_says_so() -> None:
     """With fallback, a worker given up does not end the server: the rest do both, ready but degraded, with the same text."""
-    with server("--model", "null", "--max-restarts", "1") as running:
+    with server("--max-restarts", "1") as running:
         expected = running.complete("before", 30)
         kill_twice(running, "decode-0")
         until(lambda: running.worker("decode-0")["state"] == "gone", "given up")
