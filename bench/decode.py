@@ -1,6 +1,6 @@
 """A decode step's time by batch and context, and the bytes it must read against the memory's measured rate.
 
-    python bench/decode.py [--batches 1,4,16] [--contexts 64,1024] [--repeat 10] [--json PATH]
+    python bench/decode.py [--batches 1,4,16] [--contexts 64,1024] [--repeat 10] [--json -]
 
 Bytes of a step: every weight of a matrix product once, and the KV of every token of every sequence.
 """
@@ -8,13 +8,12 @@ Bytes of a step: every weight of a matrix product once, and the KV of every toke
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
-from pathlib import Path
 
 import torch
+from server import report
 
 from disagg.engine.base import Chunk, Sequence
 from disagg.engine.load import load_engine
@@ -46,7 +45,7 @@ def main() -> None:
     parser.add_argument("--contexts", default="64,1024")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=10)
-    parser.add_argument("--json", type=Path, default=Path("bench/results/decode.json"))
+    parser.add_argument("--json", help="file to write, or - for bench/results/decode.json")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -68,7 +67,6 @@ def main() -> None:
     torch.frombuffer(pool, dtype=torch.float32).normal_(0, 0.1)  # zeros would all lie in one page of the kernel's
     engine.bind(memoryview(pool))
     reading = measure_reading()
-    print(f"memory reads, one core: {reading:.1f} GB/s")
 
     rng = random.Random(0)
     results = []
@@ -93,21 +91,14 @@ def main() -> None:
                 {
                     "batch": batch,
                     "context": context,
-                    "step_ms": step_s * 1e3,
-                    "best_step_ms": min(times) * 1e3,
-                    "tokens_per_s": batch / step_s,
-                    "gb_per_s": rate,
-                    "share_of_reading": rate / reading,
+                    "step_ms": round(step_s * 1e3, 2),
+                    "best_step_ms": round(min(times) * 1e3, 2),
+                    "tokens_per_s": round(batch / step_s, 1),
+                    "gb_per_s": round(rate, 1),
+                    "share_of_reading": round(rate / reading, 3),
                 }
             )
-            print(
-                f"batch {batch:3d}, context {context:5d}: {step_s * 1e3:6.1f} ms a step (best {min(times) * 1e3:.1f}), "
-                f"{batch / step_s:6.0f} tokens/s, {rate:5.1f} GB/s = {rate / reading:.0%} of the memory's"
-            )
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(
-        json.dumps({"model": files.name, "threads": 1, "reading_gb_per_s": reading, "steps": results}, indent=2) + "\n"
-    )
+    report("decode", {"model": files.name, "threads": 1, "reading_gb_per_s": round(reading, 1), "steps": results}, args.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How much of one core prefill uses: useful float operations per second against matrix products measured in the same run.
 
-    python bench/prefill.py [--tokens 2000] [--chunk 512] [--block-size 16] [--repeat 3] [--json PATH]
+    python bench/prefill.py [--tokens 2000] [--chunk 512] [--block-size 16] [--repeat 3] [--json -]
 
 Useful: 2 for each weight of a matrix product and token (the output head for the last token only), and 4 * heads * head_dim for
 each position a token attends to (causal: itself and all before it). The rate of products is the median, over the model's own
@@ -10,15 +10,14 @@ shapes, of the best of several runs: with the packed weights that the engine use
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from disagg.kernels.linear import linear
+from server import report
 
 from disagg.engine.base import Chunk, Sequence
 from disagg.engine.load import load_engine
@@ -70,7 +69,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--json", type=Path, default=Path("bench/results/prefill.json"))
+    parser.add_argument("--json", help="file to write, or - for bench/results/prefill.json")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -104,21 +103,14 @@ def main() -> None:
         "chunk": args.chunk,
         "block_size": args.block_size,
         "threads": 1,
-        "seconds": seconds,
-        "tokens_per_s": args.tokens / seconds,
-        "useful_gflops_per_s": gflops,
-        "product_gflops_per_s": products,
-        "share_of_packed": gflops / products["packed"],
-        "share_of_torch_mm": gflops / products["torch_mm"],
+        "seconds": round(seconds, 3),
+        "tokens_per_s": round(args.tokens / seconds),
+        "useful_gflops_per_s": round(gflops, 1),
+        "product_gflops_per_s": {name: round(rate, 1) for name, rate in products.items()},
+        "share_of_packed": round(gflops / products["packed"], 3),
+        "share_of_torch_mm": round(gflops / products["torch_mm"], 3),
     }
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"matrix products, one core: {products['packed']:.0f} GFLOP/s packed, {products['torch_mm']:.0f} torch.mm")
-    print(
-        f"prefill of {args.tokens} tokens in chunks of {args.chunk}: {seconds:.2f} s, {args.tokens / seconds:.0f} tokens/s, "
-        f"{gflops:.0f} useful GFLOP/s = {result['share_of_packed']:.0%} of packed products, "
-        f"{result['share_of_torch_mm']:.0%} of torch.mm"
-    )
+    report("prefill", result, args.json)
 
 
 if __name__ == "__main__":
