@@ -79,7 +79,7 @@ async def measure(url: str, model: str) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="measure this server instead of starting one")
-    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--json", help="file to write, or - for bench/results/interference.json")
     parser.add_argument("serve_options", nargs="*", help="after --: options for the server that is started")
     args = parser.parse_args()

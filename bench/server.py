@@ -74,7 +74,8 @@ def where() -> dict[str, Any]:
     """Machine, versions and commit: what a figure needs beside it."""
     model = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), "")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    dirty = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, cwd=Path(__file__).parent).stdout
+    changed = ["git", "status", "--porcelain", "--", ":/", ":!/bench/results"]
+    dirty = subprocess.run(changed, capture_output=True, text=True, cwd=Path(__file__).parent).stdout
     return {
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
