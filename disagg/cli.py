@@ -1,9 +1,10 @@
-"""The command line: ``disagg serve | chat | status | config``.
+"""The command line: ``disagg serve | chat | verify | status | config``.
 
 The flags of the configuration are generated from ``disagg.settings.SETTINGS``: a new field of a config struct is a flag, an
 environment variable, a line of help and a TOML key at once. Nothing here knows a default.
 
-Exit codes: 0 done; 1 it failed while running (for ``status``: not ready); 2 wrong usage or settings (``status``: no answer).
+Exit codes: 0 done; 1 it failed while running (``status``: not ready; ``verify``: not equal); 2 wrong usage or settings
+(``status``: no answer; ``verify``: a server could not start).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ examples:
   disagg serve --prefill 2 --decode 4              2P4D: two prefill workers, four decode workers
   disagg chat                                      start a server of its own and talk to it
   echo "Why is the sky blue?" | disagg chat        one answer, then exit
+  disagg verify --model ./Llama-3.1-8B             disaggregated output equals colocated output: prove it
   disagg status                                    is it ready, and what is it doing?
   disagg config show --origin                      every setting, and where it came from
 """
@@ -97,6 +99,19 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", metavar="TEXT", help="system prompt")
     chat.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: the rest of the context)")
     chat.add_argument("--temperature", type=float, metavar="T", help="0 = always the most likely token")
+
+    verify = command(
+        "verify",
+        _verify,
+        "prove that disaggregated output equals colocated output",
+        "Run the same prompts colocated, colocated again as a control, and disaggregated with KV digests, on servers of its own; "
+        "the flags of serve apply. Exit code 0: equal; 1: not; 2: a server could not start.",
+        with_settings=True,
+    )
+    verify.add_argument("--prompts", type=int, metavar="N", default=12, help="number of prompts (default: %(default)s)")
+    verify.add_argument("--tokens", type=int, metavar="N", default=32, help="tokens of each answer (default: %(default)s)")
+    verify.add_argument("--seed", type=int, metavar="N", default=0, help="other prompts and draws (default: %(default)s)")
+    verify.add_argument("--json", action="store_true", help="print the result for machines instead of a table")
 
     status = command("status", _status, "show a running server's workers", "Exit code 0: ready; 1: not; 2: no answer.", False)
     status.add_argument("--url", metavar="URL", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
@@ -170,6 +185,23 @@ def _chat(arguments: argparse.Namespace) -> int:
     sampling = {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
     options = {name: value for name, value in sampling.items() if value is not None}
     return chat.run(url=arguments.url, serve_arguments=serve_arguments, model=model, system=arguments.system, options=options)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    flags = _given_flags(arguments)
+    if own := [SETTINGS[name].flag for name in ("workers.mode", "workers.fallback", "kv.verify") if name in flags]:
+        raise ConfigError(f"{', '.join(own)}: set by verify itself, which compares both modes")
+    config, _ = _load(arguments)
+    from disagg import verify  # the tokenizer's imports take longer than --help should
+
+    return verify.run(
+        config,
+        [*_as_argv(arguments.toml_path, flags)],
+        num_prompts=arguments.prompts,
+        num_tokens=arguments.tokens,
+        seed=arguments.seed,
+        as_json=arguments.json,
+    )
 
 
 def _as_argv(toml_path: Path | None, flags: dict[str, Any]) -> Iterable[str]:

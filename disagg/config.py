@@ -67,6 +67,9 @@ class KVConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     memory: Annotated[str, Meta(description="KV memory of each worker, such as 2GiB; auto = a share of what is free")] = "auto"
     prefix_cache: Annotated[bool, Meta(description="keep finished blocks and reuse them for equal prefixes")] = True
     poison: Annotated[bool, Meta(description="fill new pools with NaN, so that a read of an unwritten slot shows")] = False
+    verify: Annotated[
+        bool, Meta(description="digest every KV block before and after its hand-over; one that differs is sent again")
+    ] = False
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,7 +1,7 @@
 """The decode side of a worker: sets blocks aside for prompts computed elsewhere and goes on decoding from them.
 
     Reserve ─▶ (wait for blocks, bounded) ─▶ Reserved ─▶ a peer writes the blocks ─▶ Commit ─▶ decode from token 2
-                          └ Refused
+                          └ Refused                                                └ Corrupted: it waits for its Abort
 
 Running streams outrank reservations: one is granted only if every running stream keeps blocks to grow into, no preempted
 stream waits, and there is a place in the batch. What a reservation holds comes back by Abort, which the parent sends only
@@ -14,12 +14,17 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import structlog
+
 from disagg.engine.base import Sequence
 from disagg.engine.blocks import BlockState
 from disagg.engine.scheduler import GROWTH_BLOCKS, Scheduler
+from disagg.handoff.digest import BlockDigests
 from disagg.handoff.protocol import HANDOFF_TABLE, HandoffEvent, HandoffState
-from disagg.messages import Commit, Message, Quiesced, Refused, Reserve, Reserved
+from disagg.messages import Commit, Corrupted, Message, Quiesced, Refused, Reserve, Reserved
 from disagg.request import advance
+
+log = structlog.get_logger()
 
 
 @dataclass(slots=True)
@@ -37,10 +42,17 @@ class _Dispatch:
 class DecodeRole:
     """Owns every dispatch that has reserved, or decodes on, blocks of this worker."""
 
-    def __init__(self, scheduler: Scheduler, send: Callable[[Message], None], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        send: Callable[[Message], None],
+        clock: Callable[[], float],
+        block_digests: BlockDigests,
+    ) -> None:
         self._scheduler = scheduler
         self._send = send
         self._clock = clock
+        self._block_digests = block_digests
         self._dispatches: dict[int, _Dispatch] = {}
         self._offers: deque[_Dispatch] = deque()  # wait for blocks, in order of arrival
         self._num_reserved = 0
@@ -67,20 +79,29 @@ class DecodeRole:
         self._offers.append(dispatch)
 
     def commit(self, message: Commit) -> bool:
-        """Start decoding. False, changing nothing, when the dispatch is not one that waits for its commit."""
+        """Start decoding, or answer Corrupted. False, changing nothing, when the dispatch does not wait for its commit."""
         dispatch = self._dispatches.get(message.dispatch)
         if dispatch is None or dispatch.state is not HandoffState.PUSHING:
             return False
-        dispatch.move(HandoffEvent.PUSHED, HandoffEvent.COMMIT)
         sequence = dispatch.sequence
-        self._num_reserved -= 1
         num_cached = sequence.num_computed // self._scheduler.block_size
+        if message.digests and (index := self._first_corrupted(sequence.blocks, num_cached, message.digests)) is not None:
+            log.error("received KV block is corrupted", dispatch=message.dispatch, block_index=index)
+            self._send(Corrupted(message.dispatch, index))
+            return True
+        dispatch.move(HandoffEvent.PUSHED, HandoffEvent.COMMIT)
+        self._num_reserved -= 1
         self._scheduler.pool.use(sequence.blocks[num_cached:])
         sequence.num_computed = dispatch.num_tokens
         sequence.tokens.append(message.next_token)
         self._scheduler.publish(sequence)
         self._scheduler.adopt(sequence)
         return True
+
+    def _first_corrupted(self, blocks: list[int], begin: int, expected: list[int]) -> int | None:
+        """Index of the first block whose bytes are not those digested in ``expected``, which starts at block ``begin``."""
+        found = self._block_digests(blocks[begin : begin + len(expected)])
+        return next((index for index, (a, b) in enumerate(zip(found, expected, strict=True), begin) if a != b), None)
 
     def adopt(self, sequence: Sequence) -> None:
         """Own a colocated sequence that decodes on the blocks its prompt was computed in."""

@@ -70,6 +70,7 @@ def plan(
                 cpus=share,
                 nice=_PREFILL_NICE if role is Role.PREFILL else 0,
                 poison=config.kv.poison,
+                verify_kv=config.kv.verify,
                 log=config.log,
             )
         )

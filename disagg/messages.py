@@ -4,7 +4,7 @@ The order of one disaggregated dispatch (P = prefill worker, D = decode worker):
 
     parent → D  Reserve      D → parent  Reserved | Refused
     parent → P  Prefill      P → parent  Prefilled (the first token), then Pushed (all bytes are in D's blocks)
-    parent → D  Commit       D → parent  Tokens … the last one carries a finish reason
+    parent → D  Commit       D → parent  Tokens … the last one carries a finish reason; or Corrupted: Abort it, and try again
     parent → P/D  Abort      P/D → parent  Quiesced: nothing of this dispatch can be read or written there any more
 
 A colocated dispatch is ``Prefill`` without a target: the worker goes on decoding by itself.
@@ -24,7 +24,7 @@ from disagg.errors import ProtocolError
 from disagg.kv import KVLayout
 from disagg.request import SamplingParams
 
-VERSION = 1
+VERSION = 2
 """Raise it when any struct below changes its fields or their meaning."""
 
 
@@ -53,6 +53,7 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag=True):
     nice: int
     poison: bool  # fill new pools with NaN so that a read of an unwritten slot shows
     log: LogConfig
+    verify_kv: bool = False  # digest every block that is pushed
 
 
 class Connect(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -104,10 +105,14 @@ class Prefill(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """All bytes have arrived and prefill has sampled ``next_token``: decode from the one after it on."""
+    """All bytes have arrived and prefill has sampled ``next_token``: decode from the one after it on.
+
+    ``digests`` are those of Pushed, for decode to compare its blocks with first.
+    """
 
     dispatch: int
     next_token: int
+    digests: list[int] = []
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -219,10 +224,20 @@ class Prefilled(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Pushed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """``digests``: one for each block pushed, from the target's ``num_cached_blocks`` on; empty unless they are asked for."""
+
     dispatch: int
     nbytes: int
     seconds: float  # spent copying
     error: str | None
+    digests: list[int] = []
+
+
+class Corrupted(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to a Commit whose block ``block_index`` of the tokens is not what prefill pushed. Nothing is decoded from it."""
+
+    dispatch: int
+    block_index: int
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -267,6 +282,7 @@ ToParent = (
     | Refused
     | Prefilled
     | Pushed
+    | Corrupted
     | Tokens
     | Quiesced
     | Stats

@@ -56,9 +56,11 @@ class Metrics:
         self._transfer_rate = Histogram(
             "disagg_transfer_gb_per_second", "KV copy rate of one hand-over", ["transport"], buckets=_RATE_BUCKETS, registry=r
         )
+        self._corrupted = Counter("disagg_corrupted_blocks", "KV blocks whose digest differed after a hand-over", registry=r)
         self.observe_ttft: Callable[[float], None] = self._ttft.observe
         self.observe_itl: Callable[[float], None] = self._itl.observe
         self.observe_e2e: Callable[[float], None] = self._e2e.observe
+        self.observe_corrupted_block: Callable[[], None] = self._corrupted.inc
 
     def count_request(self, route: str, code: int) -> None:
         self._requests.labels(route, str(code)).inc()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from disagg.engine.base import Sequence
 from disagg.engine.scheduler import Progress, Scheduler
+from disagg.handoff.digest import BlockDigests
 from disagg.handoff.protocol import HANDOFF_TABLE, HandoffEvent, HandoffState
 from disagg.handoff.transport import Completed, Transport
 from disagg.messages import Message, Prefill, Prefilled, Pushed, Quiesced, Target, TokenLogprobs, TokenOutput
@@ -34,6 +35,7 @@ class _Dispatch:
     nbytes: int = 0
     copy_s: float = 0.0
     error: str | None = None
+    digests: list[int] = field(default_factory=list)  # of the blocks given to the transport
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def move(self, event: HandoffEvent) -> None:
@@ -50,13 +52,18 @@ class PrefillRole:
         send: Callable[[Message], None],
         clock: Callable[[], float],
         decode_here: Callable[[Sequence], None],
+        block_digests: BlockDigests | None,
     ) -> None:
-        """``decode_here`` takes over a colocated sequence after its first token."""
+        """``decode_here`` takes over a colocated sequence after its first token.
+
+        ``block_digests`` is for decode to verify what is pushed; None = it does not.
+        """
         self._scheduler = scheduler
         self._transport = transport
         self._send = send
         self._clock = clock
         self._decode_here = decode_here
+        self._block_digests = block_digests
         self._dispatches: dict[int, _Dispatch] = {}
 
     def __repr__(self) -> str:
@@ -144,9 +151,10 @@ class PrefillRole:
         end = len(sequence.blocks) if dispatch.is_prefilled else sequence.num_computed // self._scheduler.block_size
         begin = dispatch.num_pushed
         if end > begin:
-            self._transport.push(
-                sequence.dispatch, target.peer, target.epoch, sequence.blocks[begin:end], target.blocks[begin:end]
-            )
+            source = sequence.blocks[begin:end]
+            if self._block_digests is not None:
+                dispatch.digests += self._block_digests(source)
+            self._transport.push(sequence.dispatch, target.peer, target.epoch, source, target.blocks[begin:end])
             dispatch.num_pushed = end
             dispatch.num_in_flight += 1
 
@@ -164,7 +172,7 @@ class PrefillRole:
         elif dispatch.target is not None:
             dispatch.move(HandoffEvent.PUSHED)
             self._release(sequence)
-            self._send(Pushed(sequence.dispatch, dispatch.nbytes, dispatch.copy_s, dispatch.error))
+            self._send(Pushed(sequence.dispatch, dispatch.nbytes, dispatch.copy_s, dispatch.error, dispatch.digests))
 
     def _release(self, sequence: Sequence) -> None:
         self._scheduler.pool.release(sequence.blocks)

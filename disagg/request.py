@@ -101,6 +101,7 @@ class FailReason(StrEnum):
     NO_BLOCKS = "no_blocks"
     TIMEOUT = "timeout"
     HANDOFF = "handoff_failed"
+    CORRUPTED = "kv_corrupted"
     BROKEN_OUTPUT = "broken_output"
     SHUTDOWN = "shutdown"
 

@@ -29,6 +29,7 @@ from disagg.handoff.protocol import HANDOFF_TABLE, HandoffEvent, HandoffState
 from disagg.messages import (
     Abort,
     Commit,
+    Corrupted,
     Message,
     Prefill,
     Prefilled,
@@ -60,6 +61,10 @@ class RouterMetrics(Protocol):
 
     def observe_transfer(self, transport: str, nbytes: int, seconds: float) -> None: ...
 
+    def observe_corrupted_block(self) -> None:
+        """A block that arrived was not the one that was pushed."""
+        ...
+
 
 @dataclass(eq=False, slots=True)
 class _Dispatch:
@@ -73,7 +78,7 @@ class _Dispatch:
     handoff: HandoffState | None
     is_current: bool = True  # its stream listens to it
     is_prefilled: bool = False
-    is_reserving: bool = True  # it waits, or may wait, for decode's blocks
+    is_reserving: bool = False  # it waits for decode's blocks
     has_prefill_part: bool = True  # prefill computes or copies something of it, or will
     is_at_prefill: bool = False  # and has been told to
     is_decode_gone: bool = False  # decode died: its blocks went with it
@@ -215,7 +220,7 @@ class Router:
         if isinstance(message, Tokens):
             self._tokens(message)
             return
-        if not isinstance(message, Reserved | Refused | Prefilled | Pushed | Quiesced):
+        if not isinstance(message, Reserved | Refused | Prefilled | Pushed | Corrupted | Quiesced):
             return
         dispatch = self._dispatches.get(message.dispatch)
         match message:
@@ -227,6 +232,8 @@ class Router:
                 self._prefilled(dispatch, message)
             case Pushed() if dispatch and dispatch.handoff in _IS_WRITTEN:
                 self._pushed(dispatch, message)
+            case Corrupted() if dispatch and dispatch.handoff is HandoffState.COMMITTED:
+                self._corrupted(dispatch, message)
             case Quiesced() if dispatch:
                 self._quiesced(dispatch, worker)
             case _:  # late, or told twice
@@ -279,15 +286,16 @@ class Router:
             stream.move(RequestEvent.PREFILL, self._clock())
             prefill.send(Prefill(dispatch.id, tokens, num_prompt, stream.params, None))
         else:
+            dispatch.is_reserving = True
             self._loads[decode.id].reserve_tokens += dispatch.num_tokens
             stream.move(RequestEvent.RESERVE, self._clock())
             decode.send(Reserve(dispatch.id, tokens, num_prompt, stream.params, self._config.reserve_s))
 
     def _reserved(self, dispatch: _Dispatch, message: Reserved) -> None:
         dispatch.move(HandoffEvent.RESERVED)
-        self._end_reserve(dispatch)
-        if dispatch.handoff is HandoffState.RELEASING:
-            return  # the word to release it is on its way
+        if dispatch.handoff is HandoffState.RELEASING:  # the word to release it is on its way
+            self._end_reserve(dispatch)
+            return
         self._begin_prefill(dispatch)
         stream, decode = dispatch.stream, dispatch.decode
         stream.move(RequestEvent.PREFILL, self._clock())
@@ -295,7 +303,7 @@ class Router:
         target = Target(decode.id, decode.epoch, message.blocks, message.num_cached_blocks)
         num_prompt = len(stream.request.prompt)
         dispatch.prefill.send(Prefill(dispatch.id, stream.all_tokens, num_prompt, stream.params, target))
-        self._dispatch_queue()
+        self._end_reserve(dispatch)
 
     def _refused(self, dispatch: _Dispatch, message: Refused) -> None:
         dispatch.move(HandoffEvent.REFUSED)
@@ -331,10 +339,18 @@ class Router:
             self._retry(dispatch, f"KV hand-over failed: {message.error}", FailReason.HANDOFF)
         if not dispatch.is_current:
             self._close(dispatch)
+            self._dispatch_queue()
             return
         dispatch.move(HandoffEvent.COMMIT)
         stream.move(RequestEvent.COMMIT, self._clock())
-        dispatch.decode.send(Commit(dispatch.id, stream.tokens[-1]))
+        dispatch.decode.send(Commit(dispatch.id, stream.tokens[-1], message.digests))
+
+    def _corrupted(self, dispatch: _Dispatch, message: Corrupted) -> None:
+        self._metrics.observe_corrupted_block()
+        pair = f"{dispatch.prefill.id} → {dispatch.decode.id}"
+        self._retry(dispatch, f"KV block {message.block_index} was corrupted on its way {pair}", FailReason.CORRUPTED)
+        self._close(dispatch)
+        self._dispatch_queue()
 
     def _tokens(self, message: Tokens) -> None:
         """The hot path: one call per decode step, one iteration per streamed token."""
@@ -435,10 +451,11 @@ class Router:
                     dispatch.decode.send(Abort(dispatch.id))
 
     def _end_reserve(self, dispatch: _Dispatch) -> None:
+        """Decode has answered, or will not: another may wait for its blocks."""
         if dispatch.is_reserving:
             dispatch.is_reserving = False
-            if dispatch.handoff is not None:
-                self._loads[dispatch.decode.id].reserve_tokens -= dispatch.num_tokens
+            self._loads[dispatch.decode.id].reserve_tokens -= dispatch.num_tokens
+            self._dispatch_queue()
 
     def _begin_prefill(self, dispatch: _Dispatch) -> None:
         dispatch.is_at_prefill = True

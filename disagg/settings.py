@@ -30,6 +30,7 @@ _FLAGS = {
     "model.name": "--served-model-name",
     "kv.memory": "--kv-memory",
     "kv.poison": "--kv-poison",
+    "kv.verify": "--verify-kv",
     "log.format": "--log-format",
     "log.level": "--log-level",
 }

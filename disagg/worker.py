@@ -18,6 +18,7 @@ from disagg.engine.base import Engine
 from disagg.engine.blocks import BlockPool, BlockState
 from disagg.engine.scheduler import Progress, Scheduler
 from disagg.errors import HandoffError, OutOfBlocksError
+from disagg.handoff.digest import block_digests
 from disagg.handoff.transport import Transport
 from disagg.messages import (
     Abort,
@@ -68,8 +69,16 @@ class Worker:
             max_num_seqs=settings.max_num_seqs,
             prefix_cache=settings.prefix_cache,
         )
-        self.decode = DecodeRole(self.scheduler, send, clock)
-        self.prefill = PrefillRole(self.scheduler, transport, send, clock, decode_here=self.decode.adopt)
+        digests = block_digests(pool, layout)
+        self.decode = DecodeRole(self.scheduler, send, clock, digests)
+        self.prefill = PrefillRole(
+            self.scheduler,
+            transport,
+            send,
+            clock,
+            decode_here=self.decode.adopt,
+            block_digests=digests if settings.verify_kv else None,
+        )
         self.prober = Prober(self.pool, layout, pool, transport, send)
         self._memory = pool
         self._layout = layout

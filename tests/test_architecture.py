@@ -30,6 +30,7 @@ LAYERS: list[set[str]] = [
     {"api"},
     {"serve", "worker_process"},
     {"chat", "status"},
+    {"verify"},
     {"cli"},
     {"__main__"},
 ]

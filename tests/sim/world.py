@@ -22,7 +22,7 @@ from disagg.errors import StartupError
 from disagg.handoff.host_pool import create_pool
 from disagg.handoff.memory import MemoryNetwork, MemoryTransport
 from disagg.handoff.shm import ShmTransport
-from disagg.handoff.transport import Completed, Transport
+from disagg.handoff.transport import Transport
 from disagg.kv import KVLayout
 from disagg.launcher import OnExit, OnMessage
 from disagg.messages import HEARTBEAT_S, VERSION, Configure, Message, Ready, Shutdown, decode, encode
@@ -32,6 +32,7 @@ from disagg.router import Router
 from disagg.stream import RequestStream
 from disagg.supervisor import Supervisor, WorkerInfo
 from disagg.worker import Worker
+from tests.sim.loop import VirtualLoop
 
 BLOCK_SIZE = 4
 DEADLINE_S = 10.0
@@ -46,7 +47,7 @@ def worker_settings(worker: str, role: str, **changes: Any) -> Configure:
         "version": VERSION, "run_id": "sim", "worker": worker, "epoch": 0, "role": role, "model": "null", "device": "cpu",
         "dtype": "uint8", "block_size": BLOCK_SIZE, "kv_nbytes": 64 * make_layout().block_nbytes, "max_model_len": 200,
         "vocab_size": 259, "chunk_tokens": 16, "max_num_seqs": 16, "prefix_cache": True, "cpus": [], "nice": 0, "poison": True,
-        "log": LogConfig(),
+        "log": LogConfig(), "verify_kv": True,
     }  # fmt: skip
     return Configure(**{**defaults, **changes})
 
@@ -80,17 +81,27 @@ class Shm:
 
 
 class Gate:
-    """A transport whose completions can be held back: bytes may still be on their way as long as ``is_open`` is False."""
+    """A transport whose copies can be held back: while it is shut they have begun, but their bytes are written when it opens."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
+        self._under_way: list[tuple[Any, ...]] = []
         self.is_open = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def completed(self) -> list[Completed]:
-        return self._transport.completed() if self.is_open else []
+    def push(self, *arguments: Any) -> None:
+        if self.is_open:
+            self._transport.push(*arguments)
+        else:
+            self._under_way.append(arguments)
+
+    def open(self) -> None:
+        self.is_open = True
+        for arguments in self._under_way:
+            self._transport.push(*arguments)
+        self._under_way.clear()
 
 
 class InProcessWorker:
@@ -113,13 +124,26 @@ class InProcessWorker:
         self._wake_fd = transport.fileno()
         if self._wake_fd >= 0:
             self._loop.add_reader(self._wake_fd, self._schedule)
+        self.step_s = 0.0  # what a step that computes takes
+        self.latency_s = 0.0  # what a message takes, either way
+        self._arrives_at = 0.0
+        self.squeezed: list[int] = []  # blocks that a test has taken away
         self.is_stopped = False  # as by SIGSTOP: alive, but neither receives nor computes
         self._loop.call_later(HEARTBEAT_S, self._beat)
         self._tell(Ready(VERSION, engine.layout, num_blocks, "cpu", 1, 0.0), fd)
 
     def send(self, message: Message, fds: list[int] | None = None) -> None:
         descriptors = [os.dup(fd) if fd >= 0 else fd for fd in fds or []]
-        self._loop.call_soon(self._receive, decode(encode(message)), descriptors)
+        self._travel(self._receive, decode(encode(message)), descriptors)
+
+    def _travel(self, arrive: Callable[..., None], *arguments: Any) -> None:
+        """Messages of one channel arrive after ``latency_s``, in the order in which they were sent."""
+        now = self._loop.time()
+        if self.latency_s or self._arrives_at > now:
+            self._arrives_at = max(now + self.latency_s, self._arrives_at + 1e-6)
+            self._loop.call_at(self._arrives_at, arrive, *arguments)
+        else:
+            self._loop.call_soon(arrive, *arguments)
 
     def kill(self) -> None:
         if self._is_alive:
@@ -139,8 +163,8 @@ class InProcessWorker:
             self._loop.call_later(HEARTBEAT_S, self._beat)
 
     def open_gate(self) -> None:
-        """Let held completions through, and wake the worker as a real transport's descriptor would."""
-        self.transport.is_open = True
+        """Let held copies happen, and wake the worker as a real transport's descriptor would."""
+        self.transport.open()
         self._schedule()
 
     def _receive(self, message: Message, fds: list[int]) -> None:
@@ -159,13 +183,14 @@ class InProcessWorker:
         self._is_scheduled = False
         if self._is_alive and not self.is_stopped:
             if self.worker.step():
-                self._schedule()
+                self._is_scheduled = True
+                self._loop.call_later(self.step_s, self._step)
             elif (deadline := self.worker.decode.deadline) is not None:
                 self._loop.call_at(deadline, self._schedule)
             self._tell(self.worker.stats())
 
     def _tell(self, message: Message, fd: int = -1) -> None:
-        self._loop.call_soon(self._deliver, decode(encode(message)), fd)
+        self._travel(self._deliver, decode(encode(message)), fd)
 
     def _deliver(self, message: Message, fd: int) -> None:
         if self._is_alive:
@@ -178,9 +203,13 @@ class NoMetrics:
     def __init__(self) -> None:
         self.requests: list[RequestStream] = []
         self.transfers: list[int] = []
+        self.num_corrupted = 0
 
     def observe_request(self, stream: RequestStream) -> None:
         self.requests.append(stream)
+
+    def observe_corrupted_block(self) -> None:
+        self.num_corrupted += 1
 
     def observe_transfer(self, transport: str, nbytes: int, seconds: float) -> None:
         self.transfers.append(nbytes)
@@ -195,6 +224,8 @@ class World:
         make_engine: Callable[[Configure], Engine],
         fabric: Memory | Shm,
     ) -> None:
+        # 0: look after every turn of the loop, since states between two messages last one turn. A virtual clock needs more.
+        self.look_s = 0.001 if isinstance(asyncio.get_running_loop(), VirtualLoop) else 0.0
         self._make_engine = make_engine
         self._fabric = fabric
         self.handles: dict[str, InProcessWorker] = {}
@@ -235,18 +266,21 @@ class World:
         async with asyncio.timeout(DEADLINE_S):
             try:
                 while not condition():  # noqa: ASYNC110
-                    await asyncio.sleep(0)  # look after every turn of the loop: states between two messages last one turn
+                    await asyncio.sleep(self.look_s)
             except asyncio.CancelledError:
-                raise AssertionError(f"never happened: {what}; {self.router!r}, {list(self.handles.items())}") from None
+                raise AssertionError(
+                    f"never happened: {what}; {self.router!r}, {[h.worker for h in self.handles.values()]}"
+                ) from None
 
     async def all_empty(self) -> None:
-        """Queues, tables and blocks: nothing of any request is left anywhere."""
+        """Queues, tables and blocks: nothing of any request, and of no probe, is left anywhere."""
         await self.until(lambda: self.router.is_empty, "router empty")
-        await self.until(lambda: all(h.worker.pool.is_idle for h in self.handles.values()), "all blocks free or cached")
-        for handle in self.handles.values():
-            assert repr(handle.worker.prefill) == "PrefillRole()"
-            assert repr(handle.worker.decode) == "DecodeRole()"
-            assert not handle.worker.scheduler.has_work
+        await self.until(lambda: all(_is_empty(handle.worker) for handle in self.handles.values()), "all workers empty")
+
+
+def _is_empty(worker: Worker) -> bool:
+    roles = (repr(worker.prefill), repr(worker.decode))
+    return worker.pool.is_idle and not worker.scheduler.has_work and roles == ("PrefillRole()", "DecodeRole()")
 
 
 def null_engine(settings: Configure) -> Engine:

@@ -35,6 +35,9 @@ SAMPLES: list[m.Message] = [
     m.StartFailed("no"),
     m.Prefilled(7, OUTPUT, 16, [m.TokenLogprobs(-1.0, [])], 0.1, 0.2),
     m.Pushed(7, 100, 0.5, None),
+    m.Pushed(7, 100, 0.5, None, [2**64 - 1, 0]),
+    m.Commit(1, 65, [2**64 - 1, 0]),
+    m.Corrupted(7, 3),
     m.Tokens([OUTPUT, m.TokenOutput(8, 66)]),
     m.Quiesced(7),
 ]
