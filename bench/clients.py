@@ -18,6 +18,8 @@ class Streamed:
     ttft_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)  # perf_counter of every token
+    text: str = ""
+    is_complete: bool = False  # [DONE] came
 
 
 def random_prompt(rng: random.Random, num_tokens: int, vocab: int = 40_000) -> list[int]:
@@ -26,9 +28,19 @@ def random_prompt(rng: random.Random, num_tokens: int, vocab: int = 40_000) -> l
 
 
 async def stream(
-    url: str, prompt: list[int], max_tokens: int, *, model: str, on_token: Callable[[int], bool] | None = None
+    url: str,
+    prompt: list[int],
+    max_tokens: int,
+    *,
+    model: str,
+    on_token: Callable[[int], bool] | None = None,
+    keep_text: bool = False,
+    **fields: object,
 ) -> Streamed:
-    """Stream one completion to its end, or until ``on_token(count)`` says True. Raises RuntimeError for any error."""
+    """Stream one completion to its end, or until ``on_token(count)`` says True. Raises RuntimeError for any error.
+
+    ``keep_text`` costs the client the parsing of every event; ``fields`` go into the request.
+    """
     parts = urlsplit(url)
     body = json.dumps(
         {
@@ -38,6 +50,7 @@ async def stream(
             "temperature": 0,
             "stream": True,
             "ignore_eos": True,
+            **fields,
         }
     ).encode()
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 20)
@@ -53,9 +66,12 @@ async def stream(
             raise RuntimeError((status + await reader.read(2000)).decode(errors="replace"))
         while line := await reader.readline():
             if not line.startswith(b"data: {"):
+                result.is_complete = result.is_complete or line.startswith(b"data: [DONE]")
                 continue
             if line.startswith(b'data: {"error"'):
                 raise RuntimeError(line.decode())
+            if keep_text:
+                result.text += json.loads(line[6:])["choices"][0]["text"]
             now = time.perf_counter()
             if not result.arrivals:
                 result.ttft_s = now - started

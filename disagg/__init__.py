@@ -18,7 +18,7 @@ A request, in the parent:
     api         HTTP: validates everything, answers with JSON or a stream of events
     text        renders the chat template and tokenises, once; later detokenises and cuts stop strings
     request     what was asked, and the table of states it passes
-    router      admits it, chooses a prefill and a decode worker, keeps its tokens in case one of them dies
+    router      admits it, walks it through its states, keeps its tokens in case a worker dies; ``routes`` chooses the workers
     stream      its tokens on their way back to ``api``, its end, and the way to give it up
     messages    what crosses between parent and worker; ``channel`` carries it in frames over a socket
 

@@ -44,8 +44,9 @@ from disagg.messages import (
 )
 from disagg.pairs import Pairs
 from disagg.request import FailReason, FinishReason, Request, RequestEvent, RequestState, advance
+from disagg.routes import Route, Routes
 from disagg.stream import RequestStream
-from disagg.supervisor import Role, WorkerInfo
+from disagg.supervisor import WorkerInfo
 
 log = structlog.get_logger(__name__)
 
@@ -88,15 +89,6 @@ class _Dispatch:
             self.handoff = advance(HANDOFF_TABLE, self.handoff, event)
 
 
-@dataclass(slots=True)
-class _Load:
-    """What the router has given a worker and not got back."""
-
-    prefill_tokens: int = 0  # to be computed here
-    reserve_tokens: int = 0  # that wait for blocks here
-    num_requests: int = 0  # that decode here, or will
-
-
 class Router:
     def __init__(
         self,
@@ -116,13 +108,11 @@ class Router:
         self._mint = mint
         self._clock = clock
         self._metrics = metrics
-        self._fallback = fallback
         self._queue: deque[RequestStream] = deque()
         self._dispatches: dict[int, _Dispatch] = {}
         self._by_stream: dict[RequestStream, _Dispatch] = {}
-        self._loads = {worker.id: _Load() for worker in workers}
+        self._routes = Routes(workers, pairs, window_tokens=2 * config.chunk_tokens, fallback=fallback)
         self._emptied = asyncio.Event()
-        self._was_paired = False
         self.is_draining = False
         self.num_late_messages = 0
 
@@ -146,12 +136,12 @@ class Router:
         }
 
     def can_serve(self) -> bool:
-        return bool(self._routes())
+        return bool(self._routes.open())
 
     @property
     def is_degraded(self) -> bool:
         """Workers serve alone that should serve in pairs."""
-        return self._was_paired and not self._pairs.verified() and self.can_serve()
+        return self._routes.is_degraded
 
     def submit(self, request: Request) -> RequestStream:
         """Admit a request. Raises OverloadedError when the queue is full, UnavailableError when nobody can serve it."""
@@ -184,7 +174,7 @@ class Router:
 
     def on_change(self) -> None:
         """A worker or a pair can serve now."""
-        self._was_paired = self._was_paired or bool(self._pairs.verified())
+        self._routes.on_change()
         self._dispatch_queue()
 
     def on_down(self, worker: WorkerInfo) -> None:
@@ -242,52 +232,31 @@ class Router:
     # ---------------------------------------------------------------- a request's way
 
     def _dispatch_queue(self) -> None:
-        while self._queue and (chosen := self._choose(self._queue[0])):
-            self._start(self._queue.popleft(), *chosen)
+        """Start what there is room for, in order of arrival."""
+        while self._queue:
+            stream = self._queue[0]
+            decodes = stream.request.params.max_tokens - len(stream.tokens) > 1
+            route = self._routes.choose(len(stream.request.prompt) + len(stream.tokens), decodes=decodes)
+            if route is None:
+                return
+            self._start(self._queue.popleft(), route)
 
-    def _choose(self, stream: RequestStream) -> tuple[WorkerInfo, WorkerInfo] | None:
-        """The least loaded workers that have room now, or None. Prefill's room is a step's worth of prompts ahead of it."""
-        routes = self._routes()
-        if stream.request.params.max_tokens - len(stream.tokens) <= 1:  # nothing to decode: who prefills can serve it alone
-            routes = [(prefill, prefill) for prefill, _ in routes]
-        num_tokens = len(stream.request.prompt) + len(stream.tokens)
-        return min((route for route in routes if self._has_room(route, num_tokens)), key=self._load_of, default=None)
-
-    def _routes(self) -> list[tuple[WorkerInfo, WorkerInfo]]:
-        """Who can prefill and who then decodes: verified pairs and mixed workers; while there are none, any worker alone."""
-        routes = [(pair.prefill, pair.decode) for pair in self._pairs.verified()]
-        routes += [(worker, worker) for worker in self._workers if worker.is_ready and worker.role is Role.MIXED]
-        if not routes and self._was_paired and self._fallback:
-            routes = [(worker, worker) for worker in self._workers if worker.is_ready]
-        return routes
-
-    def _has_room(self, route: tuple[WorkerInfo, WorkerInfo], num_tokens: int) -> bool:
-        """A step's worth of tokens ahead of prefill, and as much waiting for blocks on decode: each queue bounds only itself."""
-        prefill, decode = (self._loads[worker.id] for worker in route)
-        ahead = [prefill.prefill_tokens] if prefill is decode else [prefill.prefill_tokens, decode.reserve_tokens]
-        return all(not tokens or tokens + num_tokens <= 2 * self._config.chunk_tokens for tokens in ahead)
-
-    def _load_of(self, route: tuple[WorkerInfo, WorkerInfo]) -> tuple[bool, int, int]:
-        """What makes a route worse: decode keeps others waiting, prompts ahead on prefill, streams on decode."""
-        prefill, decode = (self._loads[worker.id] for worker in route)
-        return (decode.reserve_tokens > 0, prefill.prefill_tokens, decode.num_requests)
-
-    def _start(self, stream: RequestStream, prefill: WorkerInfo, decode: WorkerInfo) -> None:
-        is_alone = prefill is decode
+    def _start(self, stream: RequestStream, route: Route) -> None:
+        prefill, decode = route
         tokens, num_prompt = stream.all_tokens, len(stream.request.prompt)
-        handoff = None if is_alone else HandoffState.OFFERED
+        handoff = None if route.is_alone else HandoffState.OFFERED
         dispatch = _Dispatch(next(self._mint), stream, len(tokens), prefill, decode, handoff)
         self._dispatches[dispatch.id] = dispatch
         self._by_stream[stream] = dispatch
-        self._loads[decode.id].num_requests += 1
+        self._routes.load(decode).num_requests += 1
         stream.num_attempts += 1
-        if is_alone:
+        if route.is_alone:
             self._begin_prefill(dispatch)
             stream.move(RequestEvent.PREFILL, self._clock())
             prefill.send(Prefill(dispatch.id, tokens, num_prompt, stream.params, None))
         else:
             dispatch.is_reserving = True
-            self._loads[decode.id].reserve_tokens += dispatch.num_tokens
+            self._routes.load(decode).reserve_tokens += dispatch.num_tokens
             stream.move(RequestEvent.RESERVE, self._clock())
             decode.send(Reserve(dispatch.id, tokens, num_prompt, stream.params, self._config.reserve_s))
 
@@ -454,19 +423,19 @@ class Router:
         """Decode has answered, or will not: another may wait for its blocks."""
         if dispatch.is_reserving:
             dispatch.is_reserving = False
-            self._loads[dispatch.decode.id].reserve_tokens -= dispatch.num_tokens
+            self._routes.load(dispatch.decode).reserve_tokens -= dispatch.num_tokens
             self._dispatch_queue()
 
     def _begin_prefill(self, dispatch: _Dispatch) -> None:
         dispatch.is_at_prefill = True
-        self._loads[dispatch.prefill.id].prefill_tokens += dispatch.num_tokens
+        self._routes.load(dispatch.prefill).prefill_tokens += dispatch.num_tokens
 
     def _prefill_is_done(self, dispatch: _Dispatch) -> None:
         """Prefill computes and copies nothing of the dispatch any more: it has room for another."""
         dispatch.has_prefill_part = False
         if dispatch.is_at_prefill:
             dispatch.is_at_prefill = False
-            self._loads[dispatch.prefill.id].prefill_tokens -= dispatch.num_tokens
+            self._routes.load(dispatch.prefill).prefill_tokens -= dispatch.num_tokens
             self._dispatch_queue()
 
     def _detach(self, dispatch: _Dispatch) -> None:
@@ -485,4 +454,4 @@ class Router:
         self._end_reserve(dispatch)
         self._prefill_is_done(dispatch)
         del self._dispatches[dispatch.id]
-        self._loads[dispatch.decode.id].num_requests -= 1
+        self._routes.load(dispatch.decode).num_requests -= 1

@@ -26,6 +26,7 @@ LAYERS: list[set[str]] = [
     {"launcher", "prefill", "decode", "probe"},
     {"supervisor", "worker"},
     {"pairs", "metrics", "deployment"},
+    {"routes"},
     {"router"},
     {"api"},
     {"serve", "worker_process"},

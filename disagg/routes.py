@@ -1,0 +1,86 @@
+"""Which workers the next request goes to: a decision without I/O, from who is ready and what each has been given.
+
+verified pairs and mixed workers;  while there are none, and if that is allowed, any ready worker alone
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from disagg.pairs import Pairs
+from disagg.supervisor import Role, WorkerInfo
+
+
+class Route(NamedTuple):
+    """Who computes the prompt, and who then decodes."""
+
+    prefill: WorkerInfo
+    decode: WorkerInfo
+
+    @property
+    def is_alone(self) -> bool:
+        return self.prefill is self.decode
+
+
+@dataclass(slots=True)
+class Load:
+    """What the router has given a worker and not got back."""
+
+    prefill_tokens: int = 0  # to be computed here
+    reserve_tokens: int = 0  # that wait for blocks here
+    num_requests: int = 0  # that decode here, or will
+
+
+class Routes:
+    """``window_tokens`` may wait in each worker's queue. ``fallback``: workers of pairs may serve alone while there is no pair."""
+
+    def __init__(self, workers: list[WorkerInfo], pairs: Pairs, *, window_tokens: int, fallback: bool) -> None:
+        self._workers = workers
+        self._pairs = pairs
+        self._window_tokens = window_tokens
+        self._fallback = fallback
+        self._was_paired = False
+        self._loads = {worker.id: Load() for worker in workers}
+
+    def load(self, worker: WorkerInfo) -> Load:
+        return self._loads[worker.id]
+
+    def on_change(self) -> None:
+        """A worker or a pair has come. Before the first pair is proven nobody stands in for one: the server is only starting."""
+        self._was_paired = self._was_paired or bool(self._pairs.verified())
+
+    @property
+    def is_degraded(self) -> bool:
+        """Workers serve alone that should serve in pairs."""
+        return self._was_paired and not self._pairs.verified() and bool(self.open())
+
+    def open(self) -> list[Route]:
+        """Every route that could be taken, whatever its load."""
+        routes = [Route(pair.prefill, pair.decode) for pair in self._pairs.verified()]
+        routes += [Route(worker, worker) for worker in self._workers if worker.is_ready and worker.role is Role.MIXED]
+        if not routes and self._was_paired and self._fallback:
+            routes = [Route(worker, worker) for worker in self._workers if worker.is_ready]
+        return routes
+
+    def choose(self, num_tokens: int, *, decodes: bool) -> Route | None:
+        """The least loaded route that has room for a prompt of ``num_tokens`` now, or None.
+
+        Without anything to decode (``decodes`` False) whoever prefills can serve the request alone.
+        """
+        routes = self.open()
+        if not decodes:
+            routes = [Route(route.prefill, route.prefill) for route in routes]
+        return min((route for route in routes if self._has_room(route, num_tokens)), key=self._cost, default=None)
+
+    def _has_room(self, route: Route, num_tokens: int) -> bool:
+        """A step's worth of tokens ahead of prefill, and as much waiting for blocks on decode: each queue bounds only itself."""
+        ahead = [self.load(route.prefill).prefill_tokens]
+        if not route.is_alone:
+            ahead.append(self.load(route.decode).reserve_tokens)
+        return all(not tokens or tokens + num_tokens <= self._window_tokens for tokens in ahead)
+
+    def _cost(self, route: Route) -> tuple[bool, int, int]:
+        """What makes a route worse: decode keeps others waiting, prompts ahead on prefill, streams on decode."""
+        prefill, decode = self.load(route.prefill), self.load(route.decode)
+        return (decode.reserve_tokens > 0, prefill.prefill_tokens, decode.num_requests)
