@@ -2,8 +2,8 @@
 
     python bench/kills.py [--kills 200] [--model null | smollm2] [--json -]
 
-Each round streams eight completions, half of them greedy and half seeded, and kills the prefill or the decode worker when the first
-has received a random number of tokens. Counted: streams whose text differs, streams that ended without [DONE], and errors.
+Each round streams eight completions, half of them greedy and half seeded, and kills the prefill or the decode worker when the
+first has received a random number of tokens. Counted: streams whose text differs, streams that ended without [DONE], and errors.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Load:
 
 
 class Routes:
-    """``window_tokens`` may wait in each worker's queue. ``fallback``: workers of pairs may serve alone while there is no pair."""
+    """``window_tokens`` may wait in each worker's queue; ``fallback``: workers of pairs may serve alone while no pair can."""
 
     def __init__(self, workers: list[WorkerInfo], pairs: Pairs, *, window_tokens: int, fallback: bool) -> None:
         self._workers = workers

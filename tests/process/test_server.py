@@ -210,6 +210,25 @@ def test_what_outlives_the_drain_time_ends_with_an_error_event() -> None:
         stream.close()
 
 
+def test_a_thousand_requests_are_all_right_while_others_leave(running: Server) -> None:
+    """Sixteen clients at a time, every text checked against the colocated one, every fifth stream left in the middle."""
+    prompts = [f"request {index} " + "of many " * (index % 9) for index in range(50)]
+    with server("--mode", "colocated") as colocated:
+        expected = [colocated.complete(prompt, 20) for prompt in prompts]
+
+    def one(index: int) -> bool:
+        if index % 5 == 4:
+            stream = running.stream(prompts[index % 50], LONG)
+            assert stream.next_event()
+            stream.close()
+            return True
+        return running.complete(prompts[index % 50], 20) == expected[index % 50]
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(one, range(1000)))
+    running.wait_until_empty(1.0)
+
+
 def test_an_occupied_port_is_refused_before_anything_is_loaded() -> None:
     """One clear line, exit code 1, no worker left."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

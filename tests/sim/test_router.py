@@ -15,7 +15,8 @@ from disagg.messages import Message, Tokens
 from disagg.request import FailReason, RequestState
 from disagg.stream import RequestStream
 from disagg.supervisor import WorkerInfo
-from tests.sim.world import DEADLINE_S, collect, make_layout, request, world
+from tests.sim.loop import run_virtual
+from tests.sim.world import DEADLINE_S, World, collect, make_layout, request, world
 
 PROMPTS = ["a", "four", "a prompt of more than one chunk, and of many blocks", "x" * 64, "block-aligned 16"]
 
@@ -286,3 +287,29 @@ async def test_ending_all_streams_gives_each_an_error_and_frees_everything() -> 
         for stream in streams:
             with pytest.raises(RequestFailedError, match="shutting down"):
                 await collect(stream)
+
+
+async def cancelled_prompts(w: World) -> float:
+    """Ten prompts of 600 tokens given up at once; the virtual seconds that the next short request then takes."""
+    loop = asyncio.get_running_loop()
+    streams = [w.router.submit(request([32 + index + i % 60 for i in range(600)], 20)) for index in range(10)]
+    await w.until(lambda: streams[0].state is RequestState.PREFILLING, "the first is being computed")
+    await asyncio.sleep(0.2)
+    for stream in streams:
+        stream.abort()
+    begun = loop.time()
+    assert len(await collect(w.router.submit(request("short", 1)))) == 1
+    return loop.time() - begun
+
+
+def test_cancelled_long_prompts_delay_the_next_request_by_a_chunk_at_most() -> None:
+    """Prefill looks between chunks, and what is queued for clients that have gone is dropped."""
+    step_s = 0.1
+
+    async def scenario() -> float:
+        async with world("prefill", "decode", chunk_tokens=16, kv_nbytes=64 * 400) as w:
+            for handle in w.handles.values():
+                handle.step_s = step_s
+            return await cancelled_prompts(w)
+
+    assert run_virtual(scenario()) <= 2 * step_s + 0.01  # the rest of the running step, and its own
