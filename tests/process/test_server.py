@@ -78,6 +78,7 @@ def test_abort_while_a_long_prompt_is_computed(running: Server) -> None:
     until(lambda: running.status()["requests"]["prefilling"] == 1, "the prompt is being computed")
     parts.close()
     running.wait_until_empty(1.0)
+    assert running.worker("decode-0")["blocks"]["reserved"] == 0
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -163,6 +164,7 @@ def test_a_stopped_worker_dies_with_its_parent_all_the_same() -> None:
     """A worker that cannot run a single instruction of its own (SIGSTOP) is gone within 3 s of the parent."""
     with server() as running:
         children = running.children
+        assert len(alive(children)) == 2
         for child in children:
             child.suspend()
         running.process.kill()
