@@ -13,11 +13,11 @@ import statistics
 import time
 
 import torch
+from engine import load
 from server import report
 
 from disagg.engine.base import Chunk, Sequence
-from disagg.engine.load import load_engine
-from disagg.model import ModelSpec, find_model, read_model_spec
+from disagg.model import ModelSpec
 from disagg.request import SamplingParams
 
 
@@ -51,16 +51,7 @@ def main() -> None:
     torch.set_num_threads(1)
     batches = [int(text) for text in args.batches.split(",")]
     contexts = [int(text) for text in args.contexts.split(",")]
-    files = find_model(args.model)
-    spec = read_model_spec(files)
-    engine = load_engine(
-        files,
-        dtype="float32",
-        block_size=args.block_size,
-        vocab_size=spec.vocab_size,
-        device="cpu",
-        progress=lambda fraction, what: None,
-    )
+    files, spec, engine = load(args.model, args.block_size)
     layout = engine.layout
     per_sequence = layout.num_blocks(max(contexts))
     pool = bytearray(per_sequence * max(batches) * layout.block_nbytes)

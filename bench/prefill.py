@@ -17,11 +17,11 @@ from collections.abc import Callable
 
 import torch
 from disagg.kernels.linear import linear
+from engine import load
 from server import report
 
 from disagg.engine.base import Chunk, Sequence
-from disagg.engine.load import load_engine
-from disagg.model import ModelSpec, find_model, read_model_spec
+from disagg.model import ModelSpec
 from disagg.request import SamplingParams
 
 
@@ -73,16 +73,7 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.set_num_threads(1)
-    files = find_model(args.model)
-    spec = read_model_spec(files)
-    engine = load_engine(
-        files,
-        dtype="float32",
-        block_size=args.block_size,
-        vocab_size=spec.vocab_size,
-        device="cpu",
-        progress=lambda fraction, what: None,
-    )
+    files, spec, engine = load(args.model, args.block_size)
     num_blocks = engine.layout.num_blocks(args.tokens)
     engine.bind(memoryview(bytearray(num_blocks * engine.layout.block_nbytes)))
     rng = random.Random(0)

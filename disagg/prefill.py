@@ -17,7 +17,7 @@ from disagg.engine.scheduler import Progress, Scheduler
 from disagg.handoff.digest import BlockDigests
 from disagg.handoff.protocol import HANDOFF_TABLE, HandoffEvent, HandoffState
 from disagg.handoff.transport import Completed, Transport
-from disagg.messages import Message, Prefill, Prefilled, Pushed, Quiesced, Target, TokenLogprobs, TokenOutput
+from disagg.messages import Message, Prefill, Prefilled, Pushed, Quiesced, Target, TokenLogprobs
 from disagg.request import advance
 
 
@@ -128,16 +128,13 @@ class PrefillRole:
         self._settle(dispatch)
 
     def _send_first_token(self, dispatch: _Dispatch, progress: Progress) -> None:
-        sequence, sample = progress.sequence, progress.sample
+        sequence = progress.sequence
         dispatch.is_prefilled = True
-        output = None
-        if sample.token is not None or sample.is_broken:
-            output = TokenOutput(sequence.dispatch, sample.token or 0, progress.finish_reason, sample.logprobs)
         wants_prompt = sequence.params.num_prompt_logprobs is not None
         self._send(
             Prefilled(
                 sequence.dispatch,
-                output,
+                progress.output,
                 sequence.num_cached or 0,
                 dispatch.prompt_logprobs if wants_prompt else None,
                 queue_s=dispatch.started_at - dispatch.queued_at,

@@ -172,6 +172,11 @@ class Router:
 
     # ---------------------------------------------------------------- what the supervisor tells
 
+    def on_ready(self, worker: WorkerInfo) -> None:
+        """The worker can serve, alone or as soon as its pairs are proven."""
+        self._pairs.on_ready(worker)
+        self.on_change()
+
     def on_change(self) -> None:
         """A worker or a pair can serve now."""
         self._routes.on_change()
@@ -179,6 +184,7 @@ class Router:
 
     def on_down(self, worker: WorkerInfo) -> None:
         """The worker is dead: its streams go on elsewhere, and what the other worker holds for them can be freed."""
+        self._pairs.on_down(worker)
         for dispatch in list(self._dispatches.values()):
             if worker is not dispatch.decode and not (worker is dispatch.prefill and dispatch.has_prefill_part):
                 continue
@@ -209,7 +215,11 @@ class Router:
     def on_message(self, worker: WorkerInfo, message: Message) -> None:
         if isinstance(message, Tokens):
             self._tokens(message)
-            return
+        elif not self._pairs.take(worker, message):
+            self._take(worker, message)
+        self._dispatch_queue()  # whatever the message was, it may have made room, or have queued a stream again
+
+    def _take(self, worker: WorkerInfo, message: Message) -> None:
         if not isinstance(message, Reserved | Refused | Prefilled | Pushed | Corrupted | Quiesced):
             return
         dispatch = self._dispatches.get(message.dispatch)
@@ -308,7 +318,6 @@ class Router:
             self._retry(dispatch, f"KV hand-over failed: {message.error}", FailReason.HANDOFF)
         if not dispatch.is_current:
             self._close(dispatch)
-            self._dispatch_queue()
             return
         dispatch.move(HandoffEvent.COMMIT)
         stream.move(RequestEvent.COMMIT, self._clock())
@@ -319,7 +328,6 @@ class Router:
         pair = f"{dispatch.prefill.id} → {dispatch.decode.id}"
         self._retry(dispatch, f"KV block {message.block_index} was corrupted on its way {pair}", FailReason.CORRUPTED)
         self._close(dispatch)
-        self._dispatch_queue()
 
     def _tokens(self, message: Tokens) -> None:
         """The hot path: one call per decode step, one iteration per streamed token."""
@@ -364,6 +372,7 @@ class Router:
     def _end_early(self, stream: RequestStream, event: RequestEvent) -> None:
         stream.move(event, self._clock())
         self._end(stream)
+        self._dispatch_queue()
 
     def _end(self, stream: RequestStream) -> None:
         """A stream has ended early: start freeing what workers hold for it."""
@@ -373,7 +382,6 @@ class Router:
         else:
             self._queue.remove(stream)
             self._ended(stream)
-        self._dispatch_queue()
 
     def _retry(self, dispatch: _Dispatch, message: str, reason: FailReason) -> None:
         """An attempt is lost: queue its stream again, before all others, or fail it after too many attempts."""
@@ -424,7 +432,6 @@ class Router:
         if dispatch.is_reserving:
             dispatch.is_reserving = False
             self._routes.load(dispatch.decode).reserve_tokens -= dispatch.num_tokens
-            self._dispatch_queue()
 
     def _begin_prefill(self, dispatch: _Dispatch) -> None:
         dispatch.is_at_prefill = True
@@ -436,7 +443,6 @@ class Router:
         if dispatch.is_at_prefill:
             dispatch.is_at_prefill = False
             self._routes.load(dispatch.prefill).prefill_tokens -= dispatch.num_tokens
-            self._dispatch_queue()
 
     def _detach(self, dispatch: _Dispatch) -> None:
         """The stream of a dispatch has ended; what workers hold for it may live on for a moment."""

@@ -82,13 +82,12 @@ class Server:
         self.metrics = Metrics()
         self.supervisor = Supervisor(self.deployment.workers, config.workers, ProcessLauncher(), observer=self)
         self.workers = self.supervisor.workers
-        self.pairs = Pairs(self.workers, mint, on_verified=self._on_change)
+        self.pairs = Pairs(self.workers, mint, on_verified=self._on_verified)
         self.router = Router(
             self.workers, self.pairs, config.scheduler, mint, time.monotonic, self.metrics, fallback=config.workers.fallback
         )
         self.metrics.registry.register(WorkerCollector(self.workers, self.router.counts, lambda: self.router.num_late_messages))
         self._ready = asyncio.Event()
-        self._signals = 0
         self._first_signal = asyncio.Event()
         self._second_signal = asyncio.Event()
 
@@ -117,15 +116,13 @@ class Server:
     # ---------------------------------------------------------------- what the supervisor tells
 
     def on_ready(self, worker: WorkerInfo) -> None:
-        self.pairs.on_ready(worker)
-        self._on_change()
+        self.router.on_ready(worker)
+        self._look_if_ready()
 
     def on_message(self, worker: WorkerInfo, message: Message) -> None:
-        if not self.pairs.take(worker, message):
-            self.router.on_message(worker, message)
+        self.router.on_message(worker, message)
 
     def on_down(self, worker: WorkerInfo) -> None:
-        self.pairs.on_down(worker)
         self.router.on_down(worker)
 
     # ---------------------------------------------------------------- what the api asks
@@ -214,15 +211,17 @@ class Server:
         except OSError as error:  # nobody reads it; the log has said the same
             log.debug("ready line not written", reason=str(error))
 
-    def _on_change(self) -> None:
+    def _on_verified(self) -> None:
         self.router.on_change()
+        self._look_if_ready()
+
+    def _look_if_ready(self) -> None:
         if self.pairs.are_verified and not self.not_ready():
             self._ready.set()
 
     def _signalled(self, number: int) -> None:
-        self._signals += 1
         name = signal.Signals(number).name
-        if self._signals == 1:
+        if not self._first_signal.is_set():
             log.info("draining", signal=name, limit_s=self.config.server.drain_s, streams=self.router.counts())
             self._first_signal.set()
         else:

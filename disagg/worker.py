@@ -34,7 +34,6 @@ from disagg.messages import (
     Quiesced,
     Reserve,
     Stats,
-    TokenOutput,
     Tokens,
     Verified,
     Verify,
@@ -88,11 +87,6 @@ class Worker:
 
     def __repr__(self) -> str:
         return f"Worker({self.scheduler!r}, {self.prefill!r}, {self.decode!r})"
-
-    @property
-    def has_work(self) -> bool:
-        """A step would compute something (unless it waits for blocks that only a message can free)."""
-        return self.scheduler.has_work
 
     def receive(self, message: Message, fds: list[int]) -> None:
         """Take one message. What it starts happens in the steps that follow."""
@@ -172,9 +166,8 @@ class Worker:
             sequence = progress.sequence
             if sequence.dispatch in self.prefill:
                 self.prefill.after_step(progress)
-            elif progress.sample.token is not None or progress.sample.is_broken:
-                sample = progress.sample
-                outputs.append(TokenOutput(sequence.dispatch, sample.token or 0, progress.finish_reason, sample.logprobs))
+            elif (output := progress.output) is not None:
+                outputs.append(output)
                 if progress.finish_reason is not None:
                     self.decode.finished(sequence.dispatch)
         if outputs:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from disagg.engine.base import Chunk, Sample, Sequence
 from disagg.engine.blocks import BlockPool, BlockState
 from disagg.kv import block_hashes
+from disagg.messages import TokenOutput
 from disagg.request import FinishReason
 
 GROWTH_BLOCKS = 4
@@ -30,6 +31,13 @@ class Progress:
     chunk: Chunk
     sample: Sample
     finish_reason: FinishReason | None
+
+    @property
+    def output(self) -> TokenOutput | None:
+        """What the parent is told: the token, or (ERROR) that there is none. None when nothing was to be sampled."""
+        if self.sample.token is None and not self.sample.is_broken:
+            return None
+        return TokenOutput(self.sequence.dispatch, self.sample.token or 0, self.finish_reason, self.sample.logprobs)
 
 
 class Scheduler:

@@ -247,15 +247,12 @@ class World:
         raise StartupError("cannot start a process: no more of them")
 
     def on_ready(self, worker: WorkerInfo) -> None:
-        self.pairs.on_ready(worker)
-        self.router.on_change()
+        self.router.on_ready(worker)
 
     def on_message(self, worker: WorkerInfo, message: Message) -> None:
-        if not self.pairs.take(worker, message):
-            self.router.on_message(worker, message)
+        self.router.on_message(worker, message)
 
     def on_down(self, worker: WorkerInfo) -> None:
-        self.pairs.on_down(worker)
         self.router.on_down(worker)
 
     def engine_worker(self, name: str) -> Worker:

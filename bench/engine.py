@@ -1,0 +1,22 @@
+"""The engine under test, alone: no server, no worker around it."""
+
+from __future__ import annotations
+
+from disagg.engine.base import Engine
+from disagg.engine.load import load_engine
+from disagg.model import ModelFiles, ModelSpec, find_model, read_model_spec
+
+
+def load(model: str, block_size: int) -> tuple[ModelFiles, ModelSpec, Engine]:
+    """The model's files, its description and a float32 engine that is not bound to a pool yet."""
+    files = find_model(model)
+    spec = read_model_spec(files)
+    engine = load_engine(
+        files,
+        dtype="float32",
+        block_size=block_size,
+        vocab_size=spec.vocab_size,
+        device="cpu",
+        progress=lambda fraction, what: None,
+    )
+    return files, spec, engine
