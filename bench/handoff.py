@@ -33,7 +33,7 @@ def copy_rate(layout: KVLayout, num_tokens: int, rounds: int = 15) -> dict[str, 
     num_blocks = layout.num_blocks(num_tokens)
     pools = [create_pool(num_blocks * layout.block_nbytes, f"bench-{index}") for index in range(2)]
     transport = ShmTransport("prefill-0", layout, memoryview(pools[0][1]))
-    transport.connect("decode-0", 1, layout, num_blocks, pools[1][0])
+    transport.connect("decode-0", 1, layout, num_blocks, pools[1][0], b"")
     os.close(pools[0][0])
     as_blocks(memoryview(pools[0][1]), layout)[:] = 1
     source = np.ones(num_blocks * layout.block_nbytes, dtype=np.uint8)
@@ -47,7 +47,7 @@ def copy_rate(layout: KVLayout, num_tokens: int, rounds: int = 15) -> dict[str, 
         seconds["memcpy"].append(time.perf_counter() - begun)
         for name, blocks in (("handoff", order), ("handoff_scattered", shuffled)):
             begun = time.perf_counter()
-            transport.push(1, "decode-0", 1, order, blocks)
+            transport.push(1, "decode-0", 1, order, blocks, 0)
             select.select([transport.fileno()], [], [])
             (done,) = transport.completed()
             seconds[name].append(time.perf_counter() - begun)

@@ -72,6 +72,21 @@ class KVConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = False
 
 
+class HandoffConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    transport: Annotated[
+        Literal["auto", "ucx"], Meta(description="auto: shared memory within a node, UCX across nodes; ucx: UCX for every pair")
+    ] = "auto"
+    ucx_tls: Annotated[str, Meta(description="transports that UCX may use, such as tcp or rc,cuda; all = what it finds best")] = (
+        "all"
+    )
+    ucx_devices: Annotated[
+        str, Meta(description="network devices that UCX may use, such as mlx5_0:1 or eth0; all = what it finds best")
+    ] = "all"
+    stall_s: Annotated[
+        float, Meta(gt=0, description="seconds without progress after which a hand-over between nodes is given up")
+    ] = 10.0
+
+
 class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     chunk_tokens: Annotated[int, Meta(ge=1, description="most prompt tokens computed in one step")] = 512
     max_num_seqs: Annotated[int, Meta(ge=1, description="most sequences a worker runs at once")] = 256
@@ -93,6 +108,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: ModelConfig = ModelConfig()
     workers: WorkersConfig = WorkersConfig()
     kv: KVConfig = KVConfig()
+    handoff: HandoffConfig = HandoffConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     log: LogConfig = LogConfig()
 

@@ -71,6 +71,8 @@ def plan(
                 nice=_PREFILL_NICE if role is Role.PREFILL else 0,
                 poison=config.kv.poison,
                 verify_kv=config.kv.verify,
+                has_far_peers=config.handoff.transport == "ucx",
+                handoff=config.handoff,
                 log=config.log,
             )
         )

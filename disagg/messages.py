@@ -4,7 +4,7 @@ The order of one disaggregated dispatch (P = prefill worker, D = decode worker):
 
     parent → D  Reserve      D → parent  Reserved | Refused
     parent → P  Prefill      P → parent  Prefilled (the first token), then Pushed (all bytes are in D's blocks)
-    parent → D  Commit       D → parent  Tokens … the last one carries a finish reason; or Corrupted: Abort it, and try again
+    parent → D  Commit       D → parent  Tokens … the last one carries a finish reason; or Rejected: Abort it, and try again
     parent → P/D  Abort      P/D → parent  Quiesced: nothing of this dispatch can be read or written there any more
 
 A colocated dispatch is ``Prefill`` without a target: the worker goes on decoding by itself.
@@ -19,12 +19,12 @@ from typing import Any
 
 import msgspec
 
-from disagg.config import LogConfig
+from disagg.config import HandoffConfig, LogConfig
 from disagg.errors import ProtocolError
 from disagg.kv import KVLayout
 from disagg.request import SamplingParams
 
-VERSION = 2
+VERSION = 3
 """Raise it when any struct below changes its fields or their meaning."""
 
 
@@ -54,15 +54,18 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag=True):
     poison: bool  # fill new pools with NaN so that a read of an unwritten slot shows
     log: LogConfig
     verify_kv: bool = False  # digest every block that is pushed
+    has_far_peers: bool = False  # it hands over to, or from, workers that are reached by address
+    handoff: HandoffConfig = HandoffConfig()
 
 
 class Connect(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Open the pool of decode worker ``peer`` for pushing. One file descriptor for host pools."""
+    """Open the way to decode worker ``peer``, for pushing: its pool's file descriptor in a node, its ``address`` across nodes."""
 
     peer: str
     epoch: int
     layout: KVLayout
     num_blocks: int
+    address: bytes = b""
     num_fds: int = 1
 
 
@@ -75,7 +78,7 @@ class Reserve(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Set blocks aside for the tokens (less what the prefix cache holds) and one more, or queue for them.
 
     ``tokens`` is the prompt and, after a failover, what has been generated since. ``timeout_s`` bounds the wait; after it the
-    answer is Refused.
+    answer is Refused. ``is_received``: the bytes will come over a two-sided transport, so receives are posted for them.
     """
 
     dispatch: int
@@ -83,15 +86,20 @@ class Reserve(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_prompt: int
     params: SamplingParams
     timeout_s: float
+    is_received: bool = False
 
 
 class Target(msgspec.Struct, frozen=True, array_like=True):
-    """Where a prefill goes: block ``i`` of its tokens into ``blocks[i]`` of ``peer``, from block ``num_cached_blocks`` on."""
+    """Where a prefill goes: block ``i`` of its tokens into ``blocks[i]`` of ``peer``, from block ``num_cached_blocks`` on.
+
+    ``key`` is Reserved's.
+    """
 
     peer: str
     epoch: int
     blocks: list[int]
     num_cached_blocks: int
+    key: int = 0
 
 
 class Prefill(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -122,12 +130,13 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Fill ``blocks`` of ``peer`` with a pattern drawn from ``dispatch``, timed, and answer Probed."""
+    """Fill ``blocks`` of ``peer`` with a pattern drawn from ``dispatch``, timed, and answer Probed. ``key`` is Reserved's."""
 
     dispatch: int
     peer: str
     epoch: int
     blocks: list[int]
+    key: int = 0
 
 
 class Verify(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -149,7 +158,7 @@ class Loading(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The worker can serve. One file descriptor: its pool, for peers to open."""
+    """The worker can serve. One file descriptor: its pool, for peers in this node; ``address``: for peers in others, if any."""
 
     version: int
     layout: KVLayout
@@ -157,6 +166,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
     device: str
     num_threads: int
     load_s: float
+    address: bytes = b""
     num_fds: int = 1
 
 
@@ -165,10 +175,13 @@ class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Connected(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """``is_two_sided``: the peer must post a receive for what is pushed to it (Reserve.is_received)."""
+
     peer: str
     epoch: int
     transport: str
     error: str | None
+    is_two_sided: bool = False
 
 
 class Probed(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -182,12 +195,16 @@ class Probed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Verified(msgspec.Struct, frozen=True, array_like=True, tag=True):
     dispatch: int
     digest: bytes
+    error: str | None = None
 
 
 class Reserved(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """``key`` is what the writer must show for its bytes to be received; 0 where nothing is."""
+
     dispatch: int
     blocks: list[int]
     num_cached_blocks: int
+    key: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -233,11 +250,15 @@ class Pushed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     digests: list[int] = []
 
 
-class Corrupted(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to a Commit whose block ``block_index`` of the tokens is not what prefill pushed. Nothing is decoded from it."""
+class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to a Commit whose blocks do not hold what prefill pushed. Nothing is decoded from them.
+
+    ``reason`` is a FailReason: what arrived differs from its digests, or did not arrive.
+    """
 
     dispatch: int
-    block_index: int
+    reason: str
+    detail: str
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -251,7 +272,10 @@ class Quiesced(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Sent at least every HEARTBEAT_S between steps: proof of progress, and the worker's books."""
+    """Sent at least every HEARTBEAT_S between steps: proof of progress, and the worker's books.
+
+    ``received`` counts the frames of its channel that the worker has taken: what it lacks has been lost on the way.
+    """
 
     waiting: int
     running: int
@@ -266,6 +290,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     prefix_queries: int
     prefix_hits: int
     late_messages: int
+    received: int = 0
 
 
 HEARTBEAT_S = 0.25
@@ -282,7 +307,7 @@ ToParent = (
     | Refused
     | Prefilled
     | Pushed
-    | Corrupted
+    | Rejected
     | Tokens
     | Quiesced
     | Stats

@@ -1,9 +1,11 @@
 """Which prefill worker can hand over to which decode worker: connected, then proven by a pattern that arrived intact.
 
-    both ready ─▶ Connect ─▶ Connected ─▶ Reserve (decode) ─▶ Probe (prefill) ─▶ Verify (decode) ─▶ verified
+    both ready ─▶ Connect ─▶ Connected ─▶ Reserve (decode) ─▶ Probe (prefill) ─▶ Verify (decode) ─▶ again, timed ─▶ verified
                                                                       any failure: logged, tried again after RETRY_S
 
-The proof uses the same reservation, transport and release as a request does, and measures the path's GB/s.
+The proof uses the same reservation, transport and release as a request does. Its first round warms the path (pages, connections),
+the second measures its GB/s. A pair within a node shares memory; one across nodes, or every pair if that is configured, is
+connected by address.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import structlog
 
 from disagg.messages import (
@@ -45,6 +48,8 @@ class Pair:
     prefill: WorkerInfo
     decode: WorkerInfo
     transport: str = ""
+    is_two_sided: bool = False  # decode must be told to receive
+    is_warm: bool = False
     gb_per_s: float = 0.0
     is_verified: bool = False
     expected: bytes = b""  # digest of the pattern, from prefill
@@ -57,10 +62,14 @@ class Pair:
 class Pairs:
     """Every (prefill, decode) pair whose workers are both ready. ``on_verified`` is called when one can serve."""
 
-    def __init__(self, workers: list[WorkerInfo], mint: Iterator[int], on_verified: Callable[[], None]) -> None:
+    def __init__(
+        self, workers: list[WorkerInfo], mint: Iterator[int], on_verified: Callable[[], None], *, by_address: bool = False
+    ) -> None:
+        """``by_address``: also within a node."""
         self._workers = workers
         self._mint = mint
         self._on_verified = on_verified
+        self._by_address = by_address
         self._pairs: dict[tuple[str, str], Pair] = {}
         self._probes: dict[int, Pair] = {}  # by dispatch, until decode has quiesced
 
@@ -74,6 +83,9 @@ class Pairs:
     def are_verified(self) -> bool:
         """Every pair that there is has been proven."""
         return all(pair.is_verified for pair in self._pairs.values())
+
+    def between(self, prefill: WorkerInfo, decode: WorkerInfo) -> Pair | None:
+        return self._pairs.get((prefill.id, decode.id))
 
     def verified(self) -> list[Pair]:
         return [pair for pair in self._pairs.values() if pair.is_verified]
@@ -122,7 +134,7 @@ class Pairs:
             return False
         match message:
             case Reserved():
-                pair.prefill.send(Probe(dispatch, pair.decode.id, pair.decode.epoch, message.blocks))
+                pair.prefill.send(Probe(dispatch, pair.decode.id, pair.decode.epoch, message.blocks, message.key))
             case Refused():
                 del self._probes[dispatch]
                 self._fail(pair, message.reason)
@@ -135,19 +147,22 @@ class Pairs:
                 self._fail(pair, f"probe failed: {message.error}")
             case Verified():
                 pair.decode.send(Abort(dispatch))
-                if message.digest == pair.expected:
-                    self._verified(pair)
-                else:
-                    self._fail(pair, "the probe's bytes arrived changed")
+                self._verified(pair, message)
             case Quiesced():
                 del self._probes[dispatch]
         return True
 
     def _connect(self, pair: Pair) -> None:
         ready = pair.decode.ready
-        if ready is not None:
-            connect = Connect(pair.decode.id, pair.decode.epoch, ready.layout, ready.num_blocks)
+        if ready is None:
+            return
+        connect = Connect(pair.decode.id, pair.decode.epoch, ready.layout, ready.num_blocks)
+        if pair.prefill.node == pair.decode.node and not self._by_address:
             pair.prefill.send(connect, [pair.decode.pool_fd])
+        elif ready.address:
+            pair.prefill.send(msgspec.structs.replace(connect, address=ready.address, num_fds=0))
+        else:
+            self._fail(pair, f"{pair.decode.id} has no transport between nodes: install disagg[ucx] there")
 
     def _connected(self, prefill: WorkerInfo, message: Connected) -> None:
         pair = self._pairs.get((prefill.id, message.peer))
@@ -156,7 +171,7 @@ class Pairs:
         if message.error is not None:
             self._fail(pair, message.error)
         else:
-            pair.transport = message.transport
+            pair.transport, pair.is_two_sided = message.transport, message.is_two_sided
             self._probe(pair)
 
     def _probe(self, pair: Pair) -> None:
@@ -168,9 +183,16 @@ class Pairs:
         # One token more than the prompt is reserved, so this asks for exactly num_blocks. Scoring turns prefix hits off.
         params = SamplingParams(max_tokens=1, num_prompt_logprobs=0)
         prompt = [0] * (num_blocks * block_size - 1)
-        pair.decode.send(Reserve(dispatch, prompt, len(prompt), params, _RESERVE_S))
+        pair.decode.send(Reserve(dispatch, prompt, len(prompt), params, _RESERVE_S, pair.is_two_sided))
 
-    def _verified(self, pair: Pair) -> None:
+    def _verified(self, pair: Pair, message: Verified) -> None:
+        if message.error is not None or message.digest != pair.expected:
+            self._fail(pair, message.error or "the probe's bytes arrived changed")
+            return
+        if not pair.is_warm:
+            pair.is_warm = True
+            self._probe(pair)
+            return
         pair.is_verified = True
         log.info(
             "pair verified", prefill=pair.prefill.id, decode=pair.decode.id, transport=pair.transport,

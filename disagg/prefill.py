@@ -16,7 +16,8 @@ from disagg.engine.base import Sequence
 from disagg.engine.scheduler import Progress, Scheduler
 from disagg.handoff.digest import BlockDigests
 from disagg.handoff.protocol import HANDOFF_TABLE, HandoffEvent, HandoffState
-from disagg.handoff.transport import Completed, Transport
+from disagg.handoff.transport import Completed
+from disagg.handoff.transports import Transports
 from disagg.messages import Message, Prefill, Prefilled, Pushed, Quiesced, Target, TokenLogprobs
 from disagg.request import advance
 
@@ -48,7 +49,7 @@ class PrefillRole:
     def __init__(
         self,
         scheduler: Scheduler,
-        transport: Transport,
+        transports: Transports,
         send: Callable[[Message], None],
         clock: Callable[[], float],
         decode_here: Callable[[Sequence], None],
@@ -59,7 +60,7 @@ class PrefillRole:
         ``block_digests`` is for decode to verify what is pushed; None = it does not.
         """
         self._scheduler = scheduler
-        self._transport = transport
+        self._transports = transports
         self._send = send
         self._clock = clock
         self._decode_here = decode_here
@@ -124,7 +125,7 @@ class PrefillRole:
         dispatch.move(HandoffEvent.QUIESCE)
         if not dispatch.is_prefilled:
             self._scheduler.remove(dispatch.sequence)
-        self._transport.cancel(dispatch_id)
+        self._transports.cancel(dispatch_id)
         self._settle(dispatch)
 
     def _send_first_token(self, dispatch: _Dispatch, progress: Progress) -> None:
@@ -151,7 +152,7 @@ class PrefillRole:
             source = sequence.blocks[begin:end]
             if self._block_digests is not None:
                 dispatch.digests += self._block_digests(source)
-            self._transport.push(sequence.dispatch, target.peer, target.epoch, source, target.blocks[begin:end])
+            self._transports.push(sequence.dispatch, target.peer, target.epoch, source, target.blocks[begin:end], target.key)
             dispatch.num_pushed = end
             dispatch.num_in_flight += 1
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from disagg.engine.blocks import BlockPool, BlockState
 from disagg.handoff.shm import as_blocks
-from disagg.handoff.transport import Completed, Transport
+from disagg.handoff.transport import Completed
+from disagg.handoff.transports import Transports
 from disagg.kv import KVLayout
 from disagg.messages import Message, Probe, Probed
 
@@ -23,25 +23,18 @@ def digest(pool: memoryview, layout: KVLayout, blocks: Sequence[int]) -> bytes:
     return hashlib.blake2b(as_blocks(pool, layout)[list(blocks)].tobytes(), digest_size=16).digest()
 
 
-@dataclass(slots=True)
-class _Running:
-    message: Probe
-    blocks: list[int]
-    is_warm: bool = False
-
-
 class Prober:
-    """The writing side. Each probe pushes twice: the first copy touches both pools' pages, the second is timed."""
+    """The writing side."""
 
     def __init__(
-        self, books: BlockPool, layout: KVLayout, pool: memoryview, transport: Transport, send: Callable[[Message], None]
+        self, books: BlockPool, layout: KVLayout, pool: memoryview, transports: Transports, send: Callable[[Message], None]
     ) -> None:
         self._books = books
         self._layout = layout
         self._pool = pool
-        self._transport = transport
+        self._transports = transports
         self._send = send
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, list[int]] = {}  # dispatch → own blocks
 
     def start(self, message: Probe) -> None:
         """Raises OutOfBlocksError when this worker has no blocks to spare for the pattern."""
@@ -52,19 +45,11 @@ class Prober:
         as_blocks(self._pool, self._layout)[blocks] = rng.integers(
             0, 256, (len(blocks), self._layout.block_nbytes), dtype=np.uint8
         )
-        self._running[message.dispatch] = _Running(message, blocks)
-        self._push(message, blocks)
+        self._running[message.dispatch] = blocks
+        self._transports.push(message.dispatch, message.peer, message.epoch, blocks, message.blocks, message.key)
 
     def copied(self, completed: Completed) -> None:
-        running = self._running[completed.dispatch]
-        if completed.error is None and not running.is_warm:
-            running.is_warm = True
-            self._push(running.message, running.blocks)
-            return
-        del self._running[completed.dispatch]
-        expected = digest(self._pool, self._layout, running.blocks)
-        self._books.release(running.blocks)
+        blocks = self._running.pop(completed.dispatch)
+        expected = digest(self._pool, self._layout, blocks)
+        self._books.release(blocks)
         self._send(Probed(completed.dispatch, expected, completed.nbytes, completed.seconds, completed.error))
-
-    def _push(self, message: Probe, blocks: list[int]) -> None:
-        self._transport.push(message.dispatch, message.peer, message.epoch, blocks, message.blocks)

@@ -29,13 +29,13 @@ from disagg.handoff.protocol import HANDOFF_TABLE, HandoffEvent, HandoffState
 from disagg.messages import (
     Abort,
     Commit,
-    Corrupted,
     Message,
     Prefill,
     Prefilled,
     Pushed,
     Quiesced,
     Refused,
+    Rejected,
     Reserve,
     Reserved,
     Target,
@@ -220,7 +220,7 @@ class Router:
         self._dispatch_queue()  # whatever the message was, it may have made room, or have queued a stream again
 
     def _take(self, worker: WorkerInfo, message: Message) -> None:
-        if not isinstance(message, Reserved | Refused | Prefilled | Pushed | Corrupted | Quiesced):
+        if not isinstance(message, Reserved | Refused | Prefilled | Pushed | Rejected | Quiesced):
             return
         dispatch = self._dispatches.get(message.dispatch)
         match message:
@@ -232,8 +232,8 @@ class Router:
                 self._prefilled(dispatch, message)
             case Pushed() if dispatch and dispatch.handoff in _IS_WRITTEN:
                 self._pushed(dispatch, message)
-            case Corrupted() if dispatch and dispatch.handoff is HandoffState.COMMITTED:
-                self._corrupted(dispatch, message)
+            case Rejected() if dispatch and dispatch.handoff is HandoffState.COMMITTED:
+                self._rejected(dispatch, message)
             case Quiesced() if dispatch:
                 self._quiesced(dispatch, worker)
             case _:  # late, or told twice
@@ -268,7 +268,9 @@ class Router:
             dispatch.is_reserving = True
             self._routes.load(decode).reserve_tokens += dispatch.num_tokens
             stream.move(RequestEvent.RESERVE, self._clock())
-            decode.send(Reserve(dispatch.id, tokens, num_prompt, stream.params, self._config.reserve_s))
+            pair = self._pairs.between(prefill, decode)
+            is_received = pair is not None and pair.is_two_sided
+            decode.send(Reserve(dispatch.id, tokens, num_prompt, stream.params, self._config.reserve_s, is_received))
 
     def _reserved(self, dispatch: _Dispatch, message: Reserved) -> None:
         dispatch.move(HandoffEvent.RESERVED)
@@ -279,7 +281,7 @@ class Router:
         stream, decode = dispatch.stream, dispatch.decode
         stream.move(RequestEvent.PREFILL, self._clock())
         dispatch.move(HandoffEvent.PUSH)
-        target = Target(decode.id, decode.epoch, message.blocks, message.num_cached_blocks)
+        target = Target(decode.id, decode.epoch, message.blocks, message.num_cached_blocks, message.key)
         num_prompt = len(stream.request.prompt)
         dispatch.prefill.send(Prefill(dispatch.id, stream.all_tokens, num_prompt, stream.params, target))
         self._end_reserve(dispatch)
@@ -312,7 +314,7 @@ class Router:
         self._prefill_is_done(dispatch)
         dispatch.move(HandoffEvent.PUSHED)
         stream = dispatch.stream
-        pair = next((p for p in self._pairs if p.prefill is dispatch.prefill and p.decode is dispatch.decode), None)
+        pair = self._pairs.between(dispatch.prefill, dispatch.decode)
         self._metrics.observe_transfer(pair.transport if pair else "", message.nbytes, message.seconds)
         if message.error is not None:
             self._retry(dispatch, f"KV hand-over failed: {message.error}", FailReason.HANDOFF)
@@ -323,10 +325,11 @@ class Router:
         stream.move(RequestEvent.COMMIT, self._clock())
         dispatch.decode.send(Commit(dispatch.id, stream.tokens[-1], message.digests))
 
-    def _corrupted(self, dispatch: _Dispatch, message: Corrupted) -> None:
-        self._metrics.observe_corrupted_block()
-        pair = f"{dispatch.prefill.id} → {dispatch.decode.id}"
-        self._retry(dispatch, f"KV block {message.block_index} was corrupted on its way {pair}", FailReason.CORRUPTED)
+    def _rejected(self, dispatch: _Dispatch, message: Rejected) -> None:
+        reason = FailReason(message.reason)
+        if reason is FailReason.CORRUPTED:
+            self._metrics.observe_corrupted_block()
+        self._retry(dispatch, f"{dispatch.prefill.id} → {dispatch.decode.id}: {message.detail}", reason)
         self._close(dispatch)
 
     def _tokens(self, message: Tokens) -> None:

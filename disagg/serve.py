@@ -82,7 +82,8 @@ class Server:
         self.metrics = Metrics()
         self.supervisor = Supervisor(self.deployment.workers, config.workers, ProcessLauncher(), observer=self)
         self.workers = self.supervisor.workers
-        self.pairs = Pairs(self.workers, mint, on_verified=self._on_verified)
+        by_address = config.handoff.transport == "ucx"
+        self.pairs = Pairs(self.workers, mint, on_verified=self._on_verified, by_address=by_address)
         self.router = Router(
             self.workers, self.pairs, config.scheduler, mint, time.monotonic, self.metrics, fallback=config.workers.fallback
         )

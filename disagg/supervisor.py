@@ -55,6 +55,7 @@ class WorkerInfo:
     id: str
     role: Role
     settings: Configure
+    node: str = ""
     state: WorkerState = WorkerState.DOWN
     epoch: int = 0
     restarts: int = 0

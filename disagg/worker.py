@@ -10,6 +10,7 @@ No sockets, processes or clocks in here: ``worker_process`` drives it for real, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 
@@ -19,7 +20,8 @@ from disagg.engine.blocks import BlockPool, BlockState
 from disagg.engine.scheduler import Progress, Scheduler
 from disagg.errors import HandoffError, OutOfBlocksError
 from disagg.handoff.digest import block_digests
-from disagg.handoff.transport import Transport
+from disagg.handoff.transport import Arrived
+from disagg.handoff.transports import Transports
 from disagg.messages import (
     Abort,
     Commit,
@@ -35,7 +37,6 @@ from disagg.messages import (
     Reserve,
     Stats,
     Tokens,
-    Verified,
     Verify,
 )
 from disagg.prefill import PrefillRole
@@ -52,13 +53,13 @@ class Worker:
         settings: Configure,
         engine: Engine,
         pool: memoryview,
-        transport: Transport,
+        transports: Transports,
         send: Callable[[Message], None],
         clock: Callable[[], float],
     ) -> None:
         layout = engine.layout
         self._engine = engine
-        self._transport = transport
+        self._transports = transports
         self._send = send
         self.pool = BlockPool(len(pool) // layout.block_nbytes)
         self.scheduler = Scheduler(
@@ -69,18 +70,16 @@ class Worker:
             prefix_cache=settings.prefix_cache,
         )
         digests = block_digests(pool, layout)
-        self.decode = DecodeRole(self.scheduler, send, clock, digests)
+        self.decode = DecodeRole(self.scheduler, transports, send, clock, digests, partial(digest, pool, layout))
         self.prefill = PrefillRole(
             self.scheduler,
-            transport,
+            transports,
             send,
             clock,
             decode_here=self.decode.adopt,
             block_digests=digests if settings.verify_kv else None,
         )
-        self.prober = Prober(self.pool, layout, pool, transport, send)
-        self._memory = pool
-        self._layout = layout
+        self.prober = Prober(self.pool, layout, pool, transports, send)
         self._num_steps = 0
         self._num_late = 0
         engine.bind(pool)
@@ -97,7 +96,7 @@ class Worker:
             case Reserve():
                 if not self._is_known(message.dispatch):
                     self.decode.reserve(message)
-            case Commit():
+            case Commit() | Verify():
                 if not self.decode.commit(message):
                     self._late(message)
             case Abort():
@@ -105,18 +104,12 @@ class Worker:
             case Connect():
                 self._connect(message, fds)
             case Disconnect():
-                self._transport.disconnect(message.peer, message.epoch)
+                self._transports.disconnect(message.peer, message.epoch)
             case Probe():
                 try:
                     self.prober.start(message)
                 except OutOfBlocksError as error:
                     self._send(Probed(message.dispatch, b"", 0, 0.0, str(error)))
-            case Verify():
-                if message.dispatch in self.decode:
-                    blocks = self.decode.blocks_of(message.dispatch)
-                    self._send(Verified(message.dispatch, digest(self._memory, self._layout, blocks)))
-                else:
-                    self._late(message)
             case _:
                 self._late(message)
 
@@ -136,11 +129,15 @@ class Worker:
 
     def poll(self) -> None:
         """Settle what needs no computing: finished copies, reservations that fit now or have waited too long."""
-        while done := self._transport.completed():
-            for completed in done:
-                owner = self.prefill if completed.dispatch in self.prefill else self.prober
-                owner.copied(completed)
         self.decode.poll()
+        while done := self._transports.completed():
+            for ended in done:
+                if isinstance(ended, Arrived):
+                    self.decode.arrived(ended)
+                else:
+                    owner = self.prefill if ended.dispatch in self.prefill else self.prober
+                    owner.copied(ended)
+            self.decode.poll()
 
     def stats(self) -> Stats:
         counts, scheduler = self.pool.counts, self.scheduler
@@ -177,18 +174,21 @@ class Worker:
         if message.dispatch in self.prefill:
             self.prefill.abort(message.dispatch)
         elif message.dispatch in self.decode:
-            self.decode.abort(message.dispatch)
+            self.decode.abort(message)
         else:  # it ended here before the word arrived; the parent waits for an answer all the same
             self._late(message)
             self._send(Quiesced(message.dispatch))
 
     def _connect(self, message: Connect, fds: list[int]) -> None:
-        error = None
+        fd = fds[0] if fds else -1
         try:
-            self._transport.connect(message.peer, message.epoch, message.layout, message.num_blocks, fds[0])
+            transport = self._transports.connect(
+                message.peer, message.epoch, message.layout, message.num_blocks, fd, message.address
+            )
         except HandoffError as failure:
-            error = str(failure)
-        self._send(Connected(message.peer, message.epoch, self._transport.name, error))
+            self._send(Connected(message.peer, message.epoch, "", str(failure)))
+        else:
+            self._send(Connected(message.peer, message.epoch, transport.name, None, transport.is_two_sided))
 
     def _is_known(self, dispatch: int) -> bool:
         if is_known := dispatch in self.prefill or dispatch in self.decode:

@@ -22,6 +22,7 @@ from disagg.channel import ChannelClosed, Connection
 from disagg.errors import DisaggError, ProtocolError, StartupError
 from disagg.handoff.host_pool import create_pool, populate
 from disagg.handoff.shm import ShmTransport
+from disagg.handoff.transports import Transports
 from disagg.messages import HEARTBEAT_S, VERSION, Configure, Loading, Message, Ready, Shutdown, StartFailed
 from disagg.model import find_model
 from disagg.worker import Worker
@@ -77,18 +78,18 @@ def _serve(connection: Connection, settings: Configure) -> None:
         _poison(mapping)
     else:
         populate(mapping)
-    transport = ShmTransport(settings.worker, layout, pool)
-    worker = Worker(settings, engine, pool, transport, connection.send, time.monotonic)
+    transports = Transports(ShmTransport(settings.worker, layout, pool))
+    worker = Worker(settings, engine, pool, transports, connection.send, time.monotonic)
     load_s = time.monotonic() - started
-    connection.send(Ready(VERSION, layout, num_blocks, settings.device, _num_threads(), load_s), [pool_fd])
+    connection.send(Ready(VERSION, layout, num_blocks, settings.device, _num_threads(), load_s, transports.address), [pool_fd])
     os.close(pool_fd)  # the parent hands it to the peers; this process has its mapping
     try:
-        _run(connection, worker, transport)
+        _run(connection, worker, transports)
     finally:
-        transport.close()
+        transports.close()
 
 
-def _run(connection: Connection, worker: Worker, transport: ShmTransport) -> None:
+def _run(connection: Connection, worker: Worker, transports: Transports) -> None:
     """The worker's life: look for messages between steps, without waiting while there is something to compute."""
     is_busy, told_at = False, 0.0
     while True:
@@ -97,7 +98,7 @@ def _run(connection: Connection, worker: Worker, transport: ShmTransport) -> Non
         if not is_busy:
             deadlines = [told_at + HEARTBEAT_S, worker.decode.deadline or float("inf")]
             timeout_s = max(0.0, min(deadlines) - now)
-        for message, fds in connection.receive(timeout_s, transport.fileno()):
+        for message, fds in connection.receive(timeout_s, transports.fileno()):
             if isinstance(message, Shutdown):
                 return
             worker.receive(message, fds)

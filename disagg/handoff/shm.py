@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from disagg.errors import HandoffError
 from disagg.handoff.host_pool import open_pool
 from disagg.handoff.plan import runs
-from disagg.handoff.transport import Completed
+from disagg.handoff.transport import Arrived, Completed
 from disagg.kv import KVLayout
 
 Blocks = NDArray[np.uint8]  # [num_blocks, block_nbytes]
@@ -51,6 +51,8 @@ class ShmTransport:
     """Host shared memory. See ``Transport`` for the contract."""
 
     name = "shm"
+    is_two_sided = False
+    address = b""
 
     def __init__(self, worker: str, layout: KVLayout, pool: memoryview) -> None:
         self.worker = worker
@@ -68,7 +70,7 @@ class ShmTransport:
     def __repr__(self) -> str:
         return f"ShmTransport(peers {sorted(self._peers)}, pending {sum(self._pending.values())})"
 
-    def connect(self, peer: str, epoch: int, layout: KVLayout, num_blocks: int, fd: int) -> None:
+    def connect(self, peer: str, epoch: int, layout: KVLayout, num_blocks: int, fd: int, address: bytes) -> None:
         if difference := self.layout.difference(layout):
             os.close(fd)
             raise HandoffError(f"{self.worker} cannot hand over to {peer}: {difference}")
@@ -79,7 +81,7 @@ class ShmTransport:
         if (known := self._peers.get(peer)) and known.epoch == epoch:
             del self._peers[peer]  # the mapping goes with the array's last reference, which a copy in progress may hold
 
-    def push(self, dispatch: int, peer: str, epoch: int, source: Sequence[int], target: Sequence[int]) -> None:
+    def push(self, dispatch: int, peer: str, epoch: int, source: Sequence[int], target: Sequence[int], key: int) -> None:
         self._pending[dispatch] = self._pending.get(dispatch, 0) + 1
         self._queue.put(_Push(dispatch, peer, epoch, list(source), list(target)))
 
@@ -87,12 +89,18 @@ class ShmTransport:
         if dispatch in self._pending:
             self._cancelled.add(dispatch)
 
-    def completed(self) -> list[Completed]:
+    def expect(self, dispatch: int, blocks: Sequence[int]) -> int:
+        return 0
+
+    def forget(self, dispatch: int) -> None:
+        """Nothing was expected: writers need no permission here."""
+
+    def completed(self) -> list[Completed | Arrived]:
         try:
             os.eventfd_read(self._event)
         except BlockingIOError:
             return []
-        done = []
+        done: list[Completed | Arrived] = []
         while self._done:
             completed = self._done.popleft()
             done.append(completed)

@@ -56,7 +56,7 @@ def _memory_rig() -> Iterator[Rig]:
         return as_blocks(memory, LAYOUT)
 
     def connect(name: str, epoch: int, layout: KVLayout = LAYOUT) -> None:
-        transport.connect(name, epoch, layout, NUM_BLOCKS, -1)
+        transport.connect(name, epoch, layout, NUM_BLOCKS, -1, b"")
 
     yield Rig(transport, as_blocks(pool, LAYOUT), add_peer, connect)
     transport.close()
@@ -74,7 +74,7 @@ def _shm_rig() -> Iterator[Rig]:
         return as_blocks(mapping, LAYOUT)
 
     def connect(name: str, epoch: int, layout: KVLayout = LAYOUT) -> None:
-        transport.connect(name, epoch, layout, NUM_BLOCKS, os.dup(fds[name, epoch]))
+        transport.connect(name, epoch, layout, NUM_BLOCKS, os.dup(fds[name, epoch]), b"")
 
     yield Rig(transport, as_blocks(memoryview(own), LAYOUT), add_peer, connect)
     transport.close()
@@ -100,7 +100,7 @@ def test_round_trip_is_bit_exact_and_touches_nothing_else(rig: Rig) -> None:
     peer[:] = 0xEE
     rig.connect("decode-0", 1)
     source, target = [5, 6, 7, 1, 40], [0, 1, 2, 60, 33]
-    rig.transport.push(1, "decode-0", 1, source, target)
+    rig.transport.push(1, "decode-0", 1, source, target, 0)
     (done,) = rig.wait_for(1)
     assert (done.dispatch, done.nbytes, done.error) == (1, 5 * LAYOUT.block_nbytes, None)
     assert np.array_equal(peer[target], rig.source[source])
@@ -112,7 +112,7 @@ def test_nothing_to_move_still_completes(rig: Rig) -> None:
     """A push of no blocks ends like any other."""
     rig.add_peer("decode-0", 1)
     rig.connect("decode-0", 1)
-    rig.transport.push(9, "decode-0", 1, [], [])
+    rig.transport.push(9, "decode-0", 1, [], [], 0)
     assert [(done.nbytes, done.error) for done in rig.wait_for(1)] == [(0, None)]
 
 
@@ -121,7 +121,7 @@ def test_a_thousand_at_once_complete_in_order(rig: Rig) -> None:
     peer = rig.add_peer("decode-0", 1)
     rig.connect("decode-0", 1)
     for dispatch in range(1000):
-        rig.transport.push(dispatch, "decode-0", 1, [dispatch % NUM_BLOCKS], [(dispatch * 7) % NUM_BLOCKS])
+        rig.transport.push(dispatch, "decode-0", 1, [dispatch % NUM_BLOCKS], [(dispatch * 7) % NUM_BLOCKS], 0)
     assert [done.dispatch for done in rig.wait_for(1000)] == list(range(1000))
     assert rig.transport.completed() == []
     last = {(dispatch * 7) % NUM_BLOCKS: dispatch % NUM_BLOCKS for dispatch in range(1000)}
@@ -133,16 +133,16 @@ def test_after_cancel_and_completion_blocks_can_be_reused(rig: Rig) -> None:
     peer = rig.add_peer("decode-0", 1)
     rig.connect("decode-0", 1)
     for _ in range(50):
-        rig.transport.push(1, "decode-0", 1, list(range(32)), list(range(32)))
+        rig.transport.push(1, "decode-0", 1, list(range(32)), list(range(32)), 0)
     rig.transport.cancel(1)
     done = rig.wait_for(50)
     assert all(d.dispatch == 1 and d.error is None and d.nbytes in (0, 32 * LAYOUT.block_nbytes) for d in done)
     peer[:] = 0
-    rig.transport.push(2, "decode-0", 1, [3], [4])
+    rig.transport.push(2, "decode-0", 1, [3], [4], 0)
     assert rig.wait_for(1)[0].nbytes == LAYOUT.block_nbytes
     assert np.array_equal(peer[4], rig.source[3])
     assert not peer[:4].any(), "a cancelled dispatch wrote after its completion"
-    rig.transport.push(1, "decode-0", 1, [3], [5])
+    rig.transport.push(1, "decode-0", 1, [3], [5], 0)
     assert rig.wait_for(1)[0].nbytes == LAYOUT.block_nbytes, "the cancel outlived its dispatch"
 
 
@@ -159,9 +159,9 @@ def test_an_unknown_or_stale_peer_is_an_error_of_the_push(rig: Rig) -> None:
     new = rig.add_peer("decode-0", 2)
     rig.connect("decode-0", 1)
     rig.connect("decode-0", 2)
-    rig.transport.push(1, "decode-0", 1, [0], [0])
-    rig.transport.push(2, "decode-9", 1, [0], [0])
-    rig.transport.push(3, "decode-0", 2, [0], [0])
+    rig.transport.push(1, "decode-0", 1, [0], [0], 0)
+    rig.transport.push(2, "decode-9", 1, [0], [0], 0)
+    rig.transport.push(3, "decode-0", 2, [0], [0], 0)
     errors = [done.error for done in rig.wait_for(3)]
     assert errors[0] is not None
     assert "epoch 1" in errors[0]
@@ -177,11 +177,11 @@ def test_disconnect_closes_only_the_epoch_it_names(rig: Rig) -> None:
     rig.add_peer("decode-0", 2)
     rig.connect("decode-0", 2)
     rig.transport.disconnect("decode-0", 1)
-    rig.transport.push(1, "decode-0", 2, [0], [0])
+    rig.transport.push(1, "decode-0", 2, [0], [0], 0)
     assert rig.wait_for(1)[0].error is None
     rig.transport.disconnect("decode-0", 2)
     rig.transport.disconnect("decode-0", 2)
-    rig.transport.push(2, "decode-0", 2, [0], [0])
+    rig.transport.push(2, "decode-0", 2, [0], [0], 0)
     assert rig.wait_for(1)[0].error is not None
 
 
@@ -190,7 +190,7 @@ def test_closing_twice_is_safe(rig: Rig) -> None:
     rig.add_peer("decode-0", 1)
     rig.connect("decode-0", 1)
     for dispatch in range(20):
-        rig.transport.push(dispatch, "decode-0", 1, list(range(32)), list(range(32)))
+        rig.transport.push(dispatch, "decode-0", 1, list(range(32)), list(range(32)), 0)
     rig.transport.close()
     rig.transport.close()
     assert "peers []" in repr(rig.transport)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.errors import RequestFailedError
-from disagg.handoff.transport import Transport
+from disagg.handoff.transports import Transports
 from disagg.kv import KVLayout
 from disagg.messages import Commit, Configure, Message
 from disagg.request import FailReason, RequestState
@@ -34,14 +34,14 @@ class FaultyMemory(Memory):
         self.flip_byte = 0  # … and which byte of it
         self.pools: dict[str, memoryview] = {}
 
-    def build(self, settings: Configure, layout: KVLayout, num_blocks: int) -> tuple[memoryview, Transport, int]:
+    def build(self, settings: Configure, layout: KVLayout, num_blocks: int) -> tuple[memoryview, Transports, int]:
         pool, transport, fd = super().build(settings, layout, num_blocks)
         self.pools[settings.worker] = pool
-        return pool, FaultyTransport(transport, self), fd
+        return pool, FaultyTransport(transport, self), fd  # type: ignore[return-value]
 
 
 class FaultyTransport:
-    def __init__(self, transport: Transport, fabric: FaultyMemory) -> None:
+    def __init__(self, transport: Transports, fabric: FaultyMemory) -> None:
         self._transport = transport
         self._fabric = fabric
         self._num_pushed: dict[int, int] = {}
@@ -49,12 +49,12 @@ class FaultyTransport:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def push(self, dispatch: int, peer: str, epoch: int, source: Sequence[int], target: Sequence[int]) -> None:
+    def push(self, dispatch: int, peer: str, epoch: int, source: Sequence[int], target: Sequence[int], key: int) -> None:
         fabric = self._fabric
         if fabric.num_errors:
             fabric.num_errors -= 1
             epoch += 1  # not there: the transport completes this push with an error
-        self._transport.push(dispatch, peer, epoch, source, target)
+        self._transport.push(dispatch, peer, epoch, source, target, key)
         begin = self._num_pushed.get(dispatch, 0)
         self._num_pushed[dispatch] = begin + len(target)
         if fabric.num_flips and begin <= fabric.flip_block < begin + len(target):
@@ -138,7 +138,7 @@ async def test_a_path_that_always_corrupts_ends_requests_with_a_reason() -> None
     async with world("prefill", "decode", fabric=fabric, max_attempts=3) as w:
         counted = corrupted_blocks(w)
         fabric.num_flips = 1000
-        with pytest.raises(RequestFailedError, match=r"corrupted on its way prefill-0 → decode-0 \(attempt 3\)") as caught:
+        with pytest.raises(RequestFailedError, match=r"^prefill-0 → decode-0: KV block .* corrupted .* \(attempt 3\)") as caught:
             await collect(w.router.submit(request(PROMPT, NUM_TOKENS)))
         assert (caught.value.reason, len(counted)) == (FailReason.CORRUPTED, 3)
 

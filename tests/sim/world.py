@@ -22,7 +22,7 @@ from disagg.errors import StartupError
 from disagg.handoff.host_pool import create_pool
 from disagg.handoff.memory import MemoryNetwork, MemoryTransport
 from disagg.handoff.shm import ShmTransport
-from disagg.handoff.transport import Transport
+from disagg.handoff.transports import Transports
 from disagg.kv import KVLayout
 from disagg.launcher import OnExit, OnMessage
 from disagg.messages import HEARTBEAT_S, VERSION, Configure, Message, Ready, Shutdown, decode, encode
@@ -53,28 +53,35 @@ def worker_settings(worker: str, role: str, **changes: Any) -> Configure:
 
 
 class Memory:
-    """Bytes move by the memory transport; pools are poisoned byte arrays."""
+    """Bytes move by the memory transport; pools are poisoned byte arrays. ``by_address``: two-sided, as between nodes."""
 
-    def __init__(self) -> None:
-        self._network = MemoryNetwork()
+    def __init__(self, *, by_address: bool = False) -> None:
+        self.by_address = by_address
+        self._near, self._far = MemoryNetwork(), MemoryNetwork(is_two_sided=True)
 
-    def build(self, settings: Configure, layout: KVLayout, num_blocks: int) -> tuple[memoryview, Transport, int]:
+    def build(self, settings: Configure, layout: KVLayout, num_blocks: int) -> tuple[memoryview, Transports, int]:
         pool = memoryview(bytearray(b"\xff" * (num_blocks * layout.block_nbytes)))
-        self._network.export(settings.worker, settings.epoch, layout, pool)
-        return pool, MemoryTransport(settings.worker, layout, pool, self._network), -1
+        transports = []
+        for network in (self._near, self._far):
+            network.export(settings.worker, settings.epoch, layout, pool)
+            transports.append(MemoryTransport(settings.worker, layout, pool, network))
+        return pool, Transports(*transports), -1
 
     def withdraw(self, settings: Configure) -> None:
-        self._network.withdraw(settings.worker, settings.epoch)
+        for network in (self._near, self._far):
+            network.withdraw(settings.worker, settings.epoch)
 
 
 class Shm:
     """Bytes move by the shm transport: memory files, descriptors, a copying thread."""
 
-    def build(self, settings: Configure, layout: KVLayout, num_blocks: int) -> tuple[memoryview, Transport, int]:
+    by_address = False
+
+    def build(self, settings: Configure, layout: KVLayout, num_blocks: int) -> tuple[memoryview, Transports, int]:
         fd, mapping = create_pool(num_blocks * layout.block_nbytes, f"world-{settings.worker}")
         pool = memoryview(mapping)
         np.frombuffer(pool, dtype=np.uint8)[:] = 0xFF
-        return pool, ShmTransport(settings.worker, layout, pool), fd
+        return pool, Transports(ShmTransport(settings.worker, layout, pool)), fd
 
     def withdraw(self, settings: Configure) -> None:
         """The memory goes with its last descriptor."""
@@ -83,7 +90,7 @@ class Shm:
 class Gate:
     """A transport whose copies can be held back: while it is shut they have begun, but their bytes are written when it opens."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transports) -> None:
         self._transport = transport
         self._under_way: list[tuple[Any, ...]] = []
         self.is_open = True
@@ -130,7 +137,7 @@ class InProcessWorker:
         self.squeezed: list[int] = []  # blocks that a test has taken away
         self.is_stopped = False  # as by SIGSTOP: alive, but neither receives nor computes
         self._loop.call_later(HEARTBEAT_S, self._beat)
-        self._tell(Ready(VERSION, engine.layout, num_blocks, "cpu", 1, 0.0), fd)
+        self._tell(Ready(VERSION, engine.layout, num_blocks, "cpu", 1, 0.0, transport.address), fd)
 
     def send(self, message: Message, fds: list[int] | None = None) -> None:
         descriptors = [os.dup(fd) if fd >= 0 else fd for fd in fds or []]
@@ -233,7 +240,7 @@ class World:
         self.workers = self.supervisor.workers
         mint = itertools.count(1)
         self.metrics = NoMetrics()
-        self.pairs = Pairs(self.workers, mint, on_verified=lambda: self.router.on_change())
+        self.pairs = Pairs(self.workers, mint, on_verified=lambda: self.router.on_change(), by_address=fabric.by_address)
         loop = asyncio.get_running_loop()
         self.router = Router(self.workers, self.pairs, scheduler, mint, loop.time, self.metrics, fallback=workers.fallback)
 
@@ -331,10 +338,10 @@ def request(prompt: str | list[int], max_tokens: int = 8, **params: Any) -> Requ
     return Request(id=f"test-{ids[:3]}", prompt=ids, params=SamplingParams(max_tokens=max_tokens, **params))
 
 
-async def collect(stream: RequestStream) -> list[int]:
+async def collect(stream: RequestStream, timeout_s: float = DEADLINE_S) -> list[int]:
     """All tokens of a stream, to its end."""
     tokens = []
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(timeout_s):
         async for outputs in stream:
             tokens += [output.token for output in outputs]
     return tokens

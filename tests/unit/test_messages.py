@@ -22,7 +22,7 @@ LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, block_size=4, head_dim=8, dtype=
 PARAMS = SamplingParams(max_tokens=3, logit_bias={5: -1.5}, stop_token_ids=(1, 2), seed=2**63 - 1)
 OUTPUT = m.TokenOutput(7, 65, "stop", m.TokenLogprobs(-0.5, [(65, -0.5), (66, -1.0)]))
 SAMPLES: list[m.Message] = [
-    m.Connect("decode-0", 2, LAYOUT, 9, 0),
+    m.Connect("decode-0", 2, LAYOUT, 9, b"address", 0),
     m.Disconnect("decode-0", 2),
     m.Reserve(1, [1, 2, 3], 2, PARAMS, 2.5),
     m.Prefill(1, [1, 2, 3], 3, PARAMS, m.Target("decode-0", 1, [4, 5], 1)),
@@ -37,7 +37,7 @@ SAMPLES: list[m.Message] = [
     m.Pushed(7, 100, 0.5, None),
     m.Pushed(7, 100, 0.5, None, [2**64 - 1, 0]),
     m.Commit(1, 65, [2**64 - 1, 0]),
-    m.Corrupted(7, 3),
+    m.Rejected(7, "kv_corrupted", "block 3"),
     m.Tokens([OUTPUT, m.TokenOutput(8, 66)]),
     m.Quiesced(7),
 ]
