@@ -68,6 +68,14 @@ class ProtocolError(DisaggError):
     """A peer process sent something that is not in ``disagg.messages``."""
 
 
+class LinkError(DisaggError):
+    """The link to another node could not be made, or has ended. ``is_final``: trying again would end the same way."""
+
+    def __init__(self, message: str, *, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.is_final = is_final
+
+
 class HandoffError(DisaggError):
     """KV bytes could not be moved: layouts differ, the peer is unknown or gone, the copy failed."""
 

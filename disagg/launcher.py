@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -39,6 +39,11 @@ class WorkerHandle(Protocol):
     """A running worker as its supervisor sees it."""
 
     pid: int
+
+    @property
+    def num_sent(self) -> int:
+        """Messages that have left for the worker; a live one says in its Stats how many it has taken."""
+        ...
 
     def send(self, message: Message, fds: list[int] | None = None) -> None:
         """Queue a message; ignored once the worker is gone."""
@@ -75,29 +80,62 @@ class ProcessLauncher:
 class ProcessHandle:
     def __init__(self, settings: Configure, on_message: OnMessage, on_exit: OnExit) -> None:
         self._on_exit = on_exit
+        self._process = WorkerProcess(settings.epoch, self._exited)
+        self.pid = self._process.pid
+        self._channel = Channel(self._process.socket, settings.epoch, on_message, self._channel_closed)
+        self._channel_error: Exception | None = None
+        self.send(settings)
+
+    @property
+    def num_sent(self) -> int:
+        return self._channel.num_sent
+
+    def send(self, message: Message, fds: list[int] | None = None) -> None:
+        self._channel.send(message, fds)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def activity(self) -> tuple[float, bool]:
+        return self._process.activity()
+
+    def _channel_closed(self, error: Exception | None) -> None:
+        """A worker that cannot be talked to is no use: make sure that it ends."""
+        self._channel_error = error
+        if error is not None:
+            self.kill()
+
+    def _exited(self, cause: str) -> None:
+        try:
+            self._channel.drain()
+        finally:
+            self._channel.close()
+            self._on_exit(cause if self._channel_error is None else f"{cause} after {self._channel_error}")
+
+
+class WorkerProcess:
+    """A worker's process and the parent's end of its ``socket``, which whoever uses it must close."""
+
+    def __init__(self, epoch: int, on_exit: OnExit) -> None:
+        """Raises OSError, with nothing left behind, when the host cannot give what it needs."""
+        self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair()
+        self.socket, theirs = socket.socketpair()
         with theirs:
             try:
-                self._process = _start(theirs.fileno())
+                self._process = _start(theirs.fileno(), epoch)
             except BaseException:
-                ours.close()
+                self.socket.close()
                 raise
         self.pid = self._process.pid
         try:
             self._pidfd = os.pidfd_open(self.pid)
         except BaseException:
-            ours.close()
+            self.socket.close()
             self._process.kill()
             self._process.wait()
             raise
-        self._channel = Channel(ours, on_message, self._channel_closed)
-        self._channel_error: Exception | None = None
         self._loop.add_reader(self._pidfd, self._exited)
-        self.send(settings)
-
-    def send(self, message: Message, fds: list[int] | None = None) -> None:
-        self._channel.send(message, fds)
 
     def kill(self) -> None:
         if self._pidfd >= 0:
@@ -110,37 +148,26 @@ class ProcessHandle:
             return 0.0, True
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), fields[0] == "R"
 
-    def _channel_closed(self, error: Exception | None) -> None:
-        """A worker that cannot be talked to is no use: make sure that it ends."""
-        self._channel_error = error
-        if error is not None:
-            self.kill()
-
     def _exited(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._pidfd = -1
         code = self._process.wait()
-        try:
-            self._channel.drain()
-        finally:
-            self._channel.close()
-            self._on_exit(self._cause(code))
-
-    def _cause(self, code: int) -> str:
-        cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        if self._channel_error is not None:
-            cause += f" after {self._channel_error}"
-        return cause
+        self._on_exit(f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}")
 
 
-def _start(fd: int) -> subprocess.Popen[bytes]:
+def _start(fd: int, epoch: int) -> subprocess.Popen[bytes]:
     """``-P``: a worker must not import what lies in the directory that the server was started in."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "disagg.worker_process", str(fd), str(os.getpid())],
+        [sys.executable, "-P", "-m", "disagg.worker_process", str(fd), str(os.getpid()), str(epoch)],
         pass_fds=[fd],
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr,  # ours belongs to what the user asked for
         start_new_session=True,
-        env={**os.environ, **_ENVIRONMENT},
+        env={**_cleaned(os.environ), **_ENVIRONMENT},
     )
+
+
+def _cleaned(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without what would change a worker behind the configuration's back: UCX_TLS=tcp in a shell profile is a slow server."""
+    return {name: value for name, value in environment.items() if not name.startswith("UCX_")}

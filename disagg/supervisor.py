@@ -5,7 +5,8 @@
 
 A worker proves that it lives by its messages (Stats at least every HEARTBEAT_S between steps). One that is silent is looked at:
 if it neither uses its CPU nor waits for one for ``hang_s`` (stopped, deadlocked) it is killed, and so is one that
-computes for ``stuck_s`` without a word: alive is not the same as responsive. The observer is told everything in the order in
+computes for ``stuck_s`` without a word: alive is not the same as responsive. A message lost on the way to it is seen by the
+next one, or else by its Stats, which lack it for LOST_S. The observer is told everything in the order in
 which it happened, and after ``on_down`` nothing of that epoch.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -33,6 +35,8 @@ _SILENT_S = 4 * HEARTBEAT_S
 _LOOK_S = 0.25
 _BACKOFF_FIRST_S = 0.2
 _BACKOFF_MOST_S = 10.0
+LOST_S = 5.0
+"""A message that a worker's Stats have lacked for so long is lost."""
 
 
 class Role(StrEnum):
@@ -48,6 +52,30 @@ class WorkerState(StrEnum):
     GONE = "gone"
 
 
+@dataclass(slots=True)
+class Receipts:
+    """How far a worker's Stats have counted what was sent to it."""
+
+    _received: int = 0
+    _lacking_since: float | None = None  # arrival of the first Stats with this count that lacked something
+    _num_overdue: int = 0  # Stats that have arrived LOST_S and more after it
+
+    def lack_s(self, received: int, num_sent: int, now: float) -> float | None:
+        """Take the count that Stats bring. Seconds for which they have lacked a message that is lost; None = nothing is.
+
+        One overdue Stats proves nothing, since a worker may have written them before it looked: in a step that took so long,
+        or while we were not running. It looks before it writes the next.
+        """
+        if received == num_sent:
+            self._lacking_since = None
+            return None
+        if self._lacking_since is None or received != self._received:
+            self._received, self._lacking_since, self._num_overdue = received, now, 0
+        lacking_s = now - self._lacking_since
+        self._num_overdue += lacking_s >= LOST_S
+        return lacking_s if self._num_overdue > 1 else None
+
+
 @dataclass(eq=False, slots=True)
 class WorkerInfo:
     """What the parent knows of one worker, across its incarnations."""
@@ -55,7 +83,7 @@ class WorkerInfo:
     id: str
     role: Role
     settings: Configure
-    node: str = ""
+    node: str = ""  # "" = the one that the parent runs on
     state: WorkerState = WorkerState.DOWN
     epoch: int = 0
     restarts: int = 0
@@ -66,6 +94,7 @@ class WorkerInfo:
     heard_at: float = 0.0  # loop time of its last message
     cause: str = ""  # why it last went down, or said that it could not start
     exited: asyncio.Event = field(default_factory=asyncio.Event)
+    receipts: Receipts = field(default_factory=Receipts)
 
     @property
     def is_ready(self) -> bool:
@@ -75,6 +104,13 @@ class WorkerInfo:
         if self.handle is not None:
             self.handle.send(message, fds)
 
+    def kill(self, cause: str) -> None:
+        """End this incarnation, on which there is no relying any more; ``on_down`` follows. Killing twice is safe."""
+        if self.handle is not None and not self.cause:
+            log.error("worker killed", worker=self.id, cause=cause)
+            self.cause = cause
+            self.handle.kill()
+
 
 class Observer(Protocol):
     def on_ready(self, worker: WorkerInfo) -> None: ...
@@ -83,7 +119,10 @@ class Observer(Protocol):
 
 
 class Supervisor:
-    """``run`` keeps every worker of ``settings`` alive until it is cancelled; ``aclose`` ends them."""
+    """``run`` keeps every worker alive until it is cancelled; ``aclose`` ends them.
+
+    Those of ``settings`` are there from the start. Others come by ``keep`` and rest while the node that they are on is away.
+    """
 
     def __init__(self, settings: list[Configure], config: WorkersConfig, launcher: Launcher, observer: Observer) -> None:
         self.workers = [WorkerInfo(s.worker, Role(s.role), s) for s in settings]
@@ -91,12 +130,40 @@ class Supervisor:
         self._launcher = launcher
         self._observer = observer
         self._is_closing = False
+        self._tasks: asyncio.TaskGroup | None = None
+        self._keeping: dict[WorkerInfo, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Raises StartupError (in an ExceptionGroup) when a worker cannot be kept alive."""
-        async with asyncio.TaskGroup() as tasks:
-            for worker in self.workers:
-                tasks.create_task(self._keep_alive(worker), name=f"keep {worker.id}")
+        async with asyncio.TaskGroup() as self._tasks:
+            self.keep(self.workers, self._launcher)
+            await asyncio.Event().wait()  # others may come
+
+    def keep(self, workers: Iterable[WorkerInfo], launcher: Launcher) -> None:
+        """Keep these alive from now on, under epochs above those they have had."""
+        assert self._tasks is not None, "the supervisor does not run"
+        for worker in workers:
+            if worker not in self.workers:
+                self.workers.append(worker)
+            self._keeping[worker] = self._tasks.create_task(self._keep_alive(worker, launcher), name=f"keep {worker.id}")
+
+    def rest(self, workers: Iterable[WorkerInfo], cause: str) -> None:
+        """These are down, all at once, and stay so: their node is away. ``cause`` says so."""
+        lost = []
+        for worker in workers:
+            if (task := self._keeping.pop(worker, None)) is not None:
+                task.cancel()
+            worker.cause = cause
+            if self._take_down(worker):
+                lost.append(worker)
+        for worker in lost:  # now that none of them can be chosen
+            self._observer.on_down(worker)
+
+    def forget(self, workers: Iterable[WorkerInfo]) -> None:
+        """These, which rest, will not come back."""
+        for worker in workers:
+            if worker in self.workers:
+                self.workers.remove(worker)
 
     async def aclose(self) -> None:
         """Ask every worker to end, and kill what has not ended after _SHUTDOWN_S."""
@@ -116,12 +183,12 @@ class Supervisor:
             for worker in running:
                 await worker.exited.wait()
 
-    async def _keep_alive(self, worker: WorkerInfo) -> None:
+    async def _keep_alive(self, worker: WorkerInfo, launcher: Launcher) -> None:
         loop = asyncio.get_running_loop()
         deaths: deque[float] = deque()
         while not self._is_closing:
             try:
-                self._launch(worker)
+                self._launch(worker, launcher)
             except StartupError as error:
                 worker.cause = str(error)
             else:
@@ -139,7 +206,7 @@ class Supervisor:
                     f"worker {worker.id} went down {len(deaths)} times within {self._config.restart_window_s:g} s, "
                     f"last: {worker.cause}"
                 )
-            if worker.ready is None and worker.restarts == 0:
+            if worker.ready is None and worker.restarts == 0 and not worker.node:
                 raise StartupError(f"worker {worker.id} could not start: {worker.cause}")
             worker.restarts += 1
             backoff_s = min(_BACKOFF_MOST_S, _BACKOFF_FIRST_S * 2 ** (len(deaths) - 1))
@@ -147,15 +214,19 @@ class Supervisor:
             await asyncio.sleep(backoff_s)
 
     def _give_up(self, worker: WorkerInfo) -> bool:
-        """Leave a worker that cannot be kept alive down for good, if the others may serve without it."""
+        """Leave a worker that cannot be kept alive down for good, if the others may serve without it.
+
+        One of another node never ends this server: the node may join again, better.
+        """
         worker.state = WorkerState.GONE
-        can_go_on = self._config.fallback and any(other.is_ready for other in self.workers)
+        can_go_on = bool(worker.node) or (self._config.fallback and any(other.is_ready for other in self.workers))
         log.error("worker given up", worker=worker.id, cause=worker.cause, others_serve_on=can_go_on)
         return can_go_on
 
-    def _launch(self, worker: WorkerInfo) -> None:
+    def _launch(self, worker: WorkerInfo, launcher: Launcher) -> None:
         worker.epoch += 1
         worker.ready, worker.stats, worker.cause = None, None, ""
+        worker.receipts = Receipts()
         worker.heard_at = asyncio.get_running_loop().time()
         worker.exited.clear()
         epoch = worker.epoch
@@ -168,7 +239,7 @@ class Supervisor:
             self._went_down(worker, cause)
 
         settings = msgspec.structs.replace(worker.settings, epoch=epoch)
-        worker.handle = self._launcher.launch(settings, on_message, on_exit)
+        worker.handle = launcher.launch(settings, on_message, on_exit)
         worker.state = WorkerState.STARTING
         log.info("worker started", worker=worker.id, epoch=epoch, pid=worker.handle.pid)
 
@@ -192,26 +263,25 @@ class Supervisor:
             elif silent_s >= (self._config.start_s if is_starting else self._config.stuck_s):
                 cause = f"no sign of progress for {silent_s:.1f} s"
             if cause:
-                log.error("worker killed", worker=worker.id, cause=cause)
-                worker.cause = cause
-                worker.handle.kill()
+                worker.kill(cause)
                 await worker.exited.wait()
 
     def _received(self, worker: WorkerInfo, message: Message, fds: list[int]) -> None:
         worker.heard_at = asyncio.get_running_loop().time()
         match message:
-            case Stats():
+            case Stats() if worker.handle is not None:
                 worker.stats = message
+                num_sent = worker.handle.num_sent
+                if (lack_s := worker.receipts.lack_s(message.received, num_sent, worker.heard_at)) is not None:
+                    worker.kill(f"{message.received} of {num_sent} messages reached it, the rest not in {lack_s:.1f} s")
             case Loading():
                 log.info("loading", worker=worker.id, fraction=round(message.fraction, 3), what=message.what)
             case StartFailed():
                 worker.cause = message.reason
             case Ready():
-                worker.ready, worker.pool_fd = message, fds[0]
+                worker.ready, worker.pool_fd = message, fds[0] if fds else -1  # a pool on another node stays there
                 if message.version != VERSION:
-                    worker.cause = f"it speaks version {message.version}, the parent {VERSION}"
-                    if worker.handle is not None:
-                        worker.handle.kill()
+                    worker.kill(f"it speaks version {message.version}, the parent {VERSION}")
                     return
                 worker.state = WorkerState.READY
                 log.info(
@@ -223,17 +293,21 @@ class Supervisor:
         self._observer.on_message(worker, message)
 
     def _went_down(self, worker: WorkerInfo, cause: str) -> None:
-        was_ready = worker.is_ready
         worker.cause = worker.cause or cause  # it may have told, or have been killed for, a better one
+        if self._take_down(worker):
+            self._observer.on_down(worker)
+
+    def _take_down(self, worker: WorkerInfo) -> bool:
+        """Whether it was ready, so that the observer must be told."""
+        was_ready, was_running = worker.is_ready, worker.handle is not None
         worker.state, worker.handle = WorkerState.DOWN, None
         if worker.pool_fd >= 0:
             os.close(worker.pool_fd)
             worker.pool_fd = -1
-        if not self._is_closing:
+        if was_running and not self._is_closing:
             log.error("worker down", worker=worker.id, epoch=worker.epoch, cause=worker.cause)
-        if was_ready:
-            self._observer.on_down(worker)
         worker.exited.set()
+        return was_ready
 
 
 async def _within(event: asyncio.Event, seconds: float) -> bool:

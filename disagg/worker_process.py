@@ -1,4 +1,4 @@
-"""A worker as a process: ``python -m disagg.worker_process FD PARENT_PID``. The supervisor starts it; nobody else should.
+"""A worker as a process: ``python -m disagg.worker_process FD PARENT_PID EPOCH``. The supervisor starts it; nobody else should.
 
 It dies with its parent in every case: the kernel kills it (PDEATHSIG) even if its main thread is stuck in a kernel call, and
 the control socket's end of file ends it otherwise. It has a session of its own, so terminal signals reach the parent only.
@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from disagg import log as logging_setup
@@ -22,7 +23,9 @@ from disagg.channel import ChannelClosed, Connection
 from disagg.errors import DisaggError, ProtocolError, StartupError
 from disagg.handoff.host_pool import create_pool, populate
 from disagg.handoff.shm import ShmTransport
+from disagg.handoff.transport import Transport
 from disagg.handoff.transports import Transports
+from disagg.kv import KVLayout
 from disagg.messages import HEARTBEAT_S, VERSION, Configure, Loading, Message, Ready, Shutdown, StartFailed
 from disagg.model import find_model
 from disagg.worker import Worker
@@ -38,7 +41,7 @@ def main() -> int:
     _die_with(parent_pid=int(sys.argv[2]))
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    connection = Connection(control)
+    connection = Connection(control, epoch=int(sys.argv[3]))
     try:
         settings, early = _receive_settings(connection)
         if Shutdown() in early:
@@ -78,7 +81,7 @@ def _serve(connection: Connection, settings: Configure) -> None:
         _poison(mapping)
     else:
         populate(mapping)
-    transports = Transports(ShmTransport(settings.worker, layout, pool))
+    transports = Transports(ShmTransport(settings.worker, layout, pool), _far_transport(settings, layout, pool))
     worker = Worker(settings, engine, pool, transports, connection.send, time.monotonic)
     load_s = time.monotonic() - started
     connection.send(Ready(VERSION, layout, num_blocks, settings.device, _num_threads(), load_s, transports.address), [pool_fd])
@@ -87,6 +90,16 @@ def _serve(connection: Connection, settings: Configure) -> None:
         _run(connection, worker, transports)
     finally:
         transports.close()
+
+
+def _far_transport(settings: Configure, layout: KVLayout, pool: memoryview) -> Transport | None:
+    """For peers in other nodes, where there can be any."""
+    config = settings.handoff
+    if not settings.has_far_peers:
+        return None
+    from disagg.handoff.ucx import UcxTransport
+
+    return UcxTransport(settings.worker, layout, pool, tls=config.ucx_tls, devices=config.ucx_devices, stall_s=config.stall_s)
 
 
 def _run(connection: Connection, worker: Worker, transports: Transports) -> None:
@@ -105,7 +118,7 @@ def _run(connection: Connection, worker: Worker, transports: Transports) -> None
         was_busy, is_busy = is_busy, worker.step()
         now = time.monotonic()
         if now - told_at >= HEARTBEAT_S or (was_busy and not is_busy):
-            connection.send(worker.stats())
+            connection.send(msgspec.structs.replace(worker.stats(), received=connection.num_received))
             told_at = now
 
 

@@ -1,8 +1,8 @@
 """Faults as data: a schedule says who is there, who asks for what, and what goes wrong when. ``play`` runs it and judges.
 
 What must hold whatever happens: every stream gets the tokens of an undisturbed run, or a beginning of them and then a typed error
-or its own abort; every request ends in bounded time; after every message the books of every worker are right (each block in
-one state, held exactly as often as it is referenced); and at the end nothing of any request is left anywhere.
+or its own abort; every request ends in bounded time; the rules of ``tests.sim.rules`` hold in every worker; none goes down
+unless a fault explains it; and at the end nothing of any request is left anywhere, and the world serves as before.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hypothesis import strategies as st
-
 from disagg.config import WorkersConfig
 from disagg.engine.base import Chunk, Sequence
 from disagg.engine.null import NullEngine
 from disagg.errors import OverloadedError, RequestFailedError, UnavailableError
-from disagg.messages import Message
+from disagg.messages import Message, Stats
 from disagg.request import FailReason, Request, SamplingParams
-from disagg.supervisor import WorkerInfo
-from tests.sim.world import BLOCK_SIZE, InProcessWorker, World, make_layout, world
+from disagg.routes import Load
+from disagg.supervisor import Role, WorkerInfo
+from tests.sim.rules import check_books
+from tests.sim.world import BLOCK_SIZE, InProcessWorker, Lane, Memory, World, make_layout, world
 
-STEP_S = 0.005
+STEP_S = 0.01
 LIMIT_S = 100.0  # virtual; more than the waits that have a deadline (20 s each) can take one after another
 
 
@@ -43,6 +43,7 @@ class Fault:
     at_s: float
     worker: int  # index, modulo their number
     for_s: float
+    is_inbound: bool = False  # which direction of its channel: to the worker, or from it
 
 
 @dataclass(frozen=True)
@@ -55,32 +56,57 @@ class Schedule:
     fallback: bool
     clients: tuple[Client, ...]
     faults: tuple[Fault, ...]
+    is_two_sided: bool = False
+    verify_kv: bool = True
 
 
-KINDS = ("kill", "hang", "hold", "slow", "squeeze", "lag")
+TO_WORKERS = ("kill", "vanish", "hang", "stall", "slow", "squeeze")
+TO_COPIES = ("hold", "lose")
+TO_MESSAGES = ("lag", "drop", "duplicate", "reorder", "truncate", "repeat")
+KINDS = TO_WORKERS + TO_COPIES + TO_MESSAGES
+MORTAL = ("kill", "vanish", "hang", "drop", "reorder", "truncate")
+"""Faults that a worker may be restarted for."""
+
+MOMENT_S = 1.5
 
 
-def schedules() -> st.SearchStrategy[Schedule]:
-    moments = st.floats(0.0, 1.5).map(lambda s: round(s, 3))
-    clients = st.builds(
-        Client,
-        at_s=moments,
-        num_prompt=st.integers(1, 60),
-        max_tokens=st.integers(1, 60),
-        prompt=st.integers(0, 3),
-        leaves_after_s=st.none() | moments,
-    )
-    faults = st.builds(Fault, kind=st.sampled_from(KINDS), at_s=moments, worker=st.integers(0, 7), for_s=moments)
-    return st.builds(
-        Schedule,
-        num_prefill=st.integers(1, 3),
-        num_decode=st.integers(1, 3),
-        chunk_tokens=st.sampled_from((3, 8, 32)),
-        num_blocks=st.sampled_from((40, 64, 200)),
-        prefix_cache=st.booleans(),
-        fallback=st.booleans(),
-        clients=st.lists(clients, min_size=1, max_size=8).map(tuple),
-        faults=st.lists(faults, max_size=6).map(tuple),
+def draw(rng: random.Random) -> Schedule:
+    """Clients come and leave, and faults begin, while requests run: a long one alone takes more than half a second."""
+
+    def seconds(most: float) -> float:
+        return rng.randrange(round(most * 1e3) + 1) / 1e3
+
+    clients = [
+        Client(
+            at_s=seconds(0.5),
+            num_prompt=rng.randint(1, 60),
+            max_tokens=rng.randint(1, 60),
+            prompt=rng.randrange(4),
+            leaves_after_s=seconds(0.5) if rng.randrange(2) else None,
+        )
+        for _ in range(rng.randint(1, 10))
+    ]
+    faults = [
+        Fault(
+            kind=rng.choice(rng.choice((TO_WORKERS, TO_COPIES, TO_MESSAGES))),
+            at_s=seconds(0.6),
+            worker=rng.randrange(8),
+            for_s=seconds(MOMENT_S),
+            is_inbound=bool(rng.randrange(2)),
+        )
+        for _ in range(rng.randrange(7))
+    ]
+    return Schedule(
+        num_prefill=rng.choice((1, 1, 2, 2, 3, 4)),  # a big world takes the time of many small ones
+        num_decode=rng.choice((1, 1, 2, 2, 3, 4)),
+        chunk_tokens=rng.choice((3, 8, 32)),
+        num_blocks=rng.choice((40, 64, 200)),
+        prefix_cache=bool(rng.randrange(2)),
+        fallback=bool(rng.randrange(2)),
+        clients=tuple(clients),
+        faults=tuple(faults),
+        is_two_sided=bool(rng.randrange(2)),
+        verify_kv=bool(rng.randrange(2)),
     )
 
 
@@ -112,6 +138,7 @@ class Play:
         self.world = w
         self.schedule = schedule
         self.trace: list[tuple[float, str, str]] = []
+        self._may_restart: Counter[str] = Counter()
         self._loop = asyncio.get_running_loop()
         self._deliver = w.on_message
         w.on_message = self._observe  # type: ignore[method-assign]
@@ -122,6 +149,7 @@ class Play:
                 tasks.create_task(self._client(client))
             for fault in self.schedule.faults:
                 tasks.create_task(self._fault(fault))
+        await self._check_end()
 
     async def _client(self, client: Client) -> None:
         await asyncio.sleep(client.at_s)
@@ -150,79 +178,117 @@ class Play:
         assert self.schedule.faults, f"failed although nothing was wrong: {error}"
         assert error.reason in (FailReason.NO_BLOCKS, FailReason.TIMEOUT), error  # attempts are never used up here
 
+    async def _check_end(self) -> None:
+        """Every worker and every pair is back, and one more client is served."""
+        w = self.world
+        num_pairs = self.schedule.num_prefill * self.schedule.num_decode
+        await w.until(lambda: len(w.pairs.verified()) == num_pairs, "every worker and pair back", timeout_s=LIMIT_S)
+        await self._client(LAST)
+        await w.all_empty(timeout_s=LIMIT_S)
+        for worker in w.workers:
+            assert worker.restarts <= self._may_restart[worker.id], f"{worker.id} went down for no reason: {worker.cause}"
+            assert w.router._routes.load(worker) == Load(), worker.id
+
     async def _fault(self, fault: Fault) -> None:
         await asyncio.sleep(fault.at_s)
-        names = sorted(self.world.handles)
-        handle = self.world.handles[names[fault.worker % len(names)]]
-        undo = getattr(self, fault.kind)(handle)
-        if undo is not None:
-            await asyncio.sleep(fault.for_s)
-            undo()
+        # Only prefill workers copy anything.
+        names = [worker.id for worker in self.world.workers if fault.kind not in TO_COPIES or worker.role is Role.PREFILL]
+        name = names[fault.worker % len(names)]
+        self._may_restart[name] += fault.kind in MORTAL
+        await getattr(self, fault.kind)(self.world.handles[name], fault)
 
-    def kill(self, handle: InProcessWorker) -> None:
+    async def kill(self, handle: InProcessWorker, fault: Fault) -> None:
+        """Dead at once; what it had sent still arrives."""
         handle.kill()
 
-    def hang(self, handle: InProcessWorker) -> None:
+    async def vanish(self, handle: InProcessWorker, fault: Fault) -> None:
+        """As with its node: what it had sent is lost as well."""
+        handle.outbound.close()
+        handle.kill()
+
+    async def hang(self, handle: InProcessWorker, fault: Fault) -> None:
         """Stopped for good: the supervisor has to find out."""
         handle.is_stopped = True
 
-    def hold(self, handle: InProcessWorker):
-        """Copies do not complete for a while."""
-        handle.transport.is_open = False
-        return handle.open_gate
+    async def stall(self, handle: InProcessWorker, fault: Fault) -> None:
+        """One step takes very long, longer than a lost message may go unnoticed: that is no reason to end it."""
+        handle.stall()
+        await asyncio.sleep(fault.for_s * 5)
+        handle.resume()
 
-    def slow(self, handle: InProcessWorker):
+    async def slow(self, handle: InProcessWorker, fault: Fault) -> None:
         """A peer that computes twenty times slower for a while."""
         handle.step_s = 20 * STEP_S
+        await asyncio.sleep(fault.for_s)
+        handle.step_s = STEP_S
 
-        def undo() -> None:
-            handle.step_s = STEP_S
-
-        return undo
-
-    def lag(self, handle: InProcessWorker):
-        """Messages from and to it take long for a while."""
-        handle.latency_s = 0.2
-
-        def undo() -> None:
-            handle.latency_s = 0.0
-
-        return undo
-
-    def squeeze(self, handle: InProcessWorker):
+    async def squeeze(self, handle: InProcessWorker, fault: Fault) -> None:
         """Half of what is free in its pool is not there for a while."""
         pool = handle.worker.pool
         taken = pool.allocate(pool.num_available // 2, "in_use")  # type: ignore[arg-type]
         handle.squeezed += taken
+        await asyncio.sleep(fault.for_s)
+        pool.release(taken)
+        handle.squeezed = [block for block in handle.squeezed if block not in taken]
+        handle.open_gate()
 
-        def undo() -> None:
-            pool.release(taken)
-            handle.squeezed = [block for block in handle.squeezed if block not in taken]
-            handle.open_gate()
+    async def hold(self, handle: InProcessWorker, fault: Fault) -> None:
+        """Copies do not complete for a while."""
+        handle.transport.is_open = False
+        await asyncio.sleep(fault.for_s)
+        handle.open_gate()
 
-        return undo
+    async def lose(self, handle: InProcessWorker, fault: Fault) -> None:
+        """The next bytes for a peer in another node never arrive."""
+        handle.transport.loses_next = True
+
+    async def lag(self, handle: InProcessWorker, fault: Fault) -> None:
+        """Messages from and to it take half as long as it lasts."""
+        for lane in (handle.inbound, handle.outbound):
+            lane.latency_s = fault.for_s / 2
+        await asyncio.sleep(fault.for_s)
+        for lane in (handle.inbound, handle.outbound):
+            lane.latency_s = 0.0
+
+    async def drop(self, handle: InProcessWorker, fault: Fault) -> None:
+        """The next frame of its channel never arrives."""
+        lane_of(handle, fault).spoil(lambda lane, frame: b"")
+
+    async def duplicate(self, handle: InProcessWorker, fault: Fault) -> None:
+        """The next frame of its channel arrives twice."""
+        lane_of(handle, fault).spoil(lambda lane, frame: frame + frame)
+
+    async def reorder(self, handle: InProcessWorker, fault: Fault) -> None:
+        """The next frame of its channel arrives behind the one after it."""
+
+        def keep(lane: Lane, frame: bytes) -> bytes:
+            lane.keep(frame)
+            return b""
+
+        lane_of(handle, fault).spoil(keep)
+
+    async def truncate(self, handle: InProcessWorker, fault: Fault) -> None:
+        """Only the beginning of the next frame of its channel arrives: more of it, the longer ``for_s``."""
+        lane_of(handle, fault).spoil(lambda lane, frame: frame[: int((len(frame) - 1) * fault.for_s / MOMENT_S)])
+
+    async def repeat(self, handle: InProcessWorker, fault: Fault) -> None:
+        """Its next word about a dispatch, or the next word to it, is said twice."""
+        lane_of(handle, fault).repeat()
 
     def _observe(self, worker: WorkerInfo, message: Message) -> None:
         dispatch = getattr(message, "dispatch", "")
         self.trace.append((round(self._loop.time(), 6), worker.id, f"{type(message).__name__} {dispatch}"))
         self._deliver(worker, message)
-        for handle in self.world.handles.values():
-            check_books(handle)
+        if not isinstance(message, Stats):
+            handle = self.world.handles[worker.id]
+            check_books(handle.worker, handle.squeezed)
 
 
-def check_books(handle: InProcessWorker) -> None:
-    """Every block is in one state, and is held by as many owners as it has references."""
-    worker = handle.worker
-    pool = worker.pool
-    assert sum(pool.counts.values()) == pool.num_blocks
-    held = Counter(handle.squeezed)
-    for role in (worker.prefill, worker.decode):
-        for dispatch in role._dispatches.values():
-            held.update(dispatch.sequence.blocks)
-    for probe in worker.prober._running.values():
-        held.update(probe.blocks)
-    references = {block: count for block, count in enumerate(pool._refs) if count}
-    assert references == dict(held), f"{handle.settings.worker}: {pool!r}"
+LAST = Client(at_s=0.0, num_prompt=9, max_tokens=4, prompt=9, leaves_after_s=None)
+
+
+def lane_of(handle: InProcessWorker, fault: Fault) -> Lane:
+    return handle.inbound if fault.is_inbound else handle.outbound
 
 
 async def play(schedule: Schedule) -> list[tuple[float, str, str]]:
@@ -237,10 +303,11 @@ async def play(schedule: Schedule) -> list[tuple[float, str, str]]:
         max_attempts=50,
         reserve_s=20.0,
         queue_s=20.0,
+        fabric=Memory(by_address=schedule.is_two_sided),
+        verify_kv=schedule.verify_kv,
     ) as w:
         for handle in w.handles.values():
             handle.step_s = STEP_S
         running = Play(w, schedule)
         await running.run()
-        await w.until(lambda: all(worker.is_ready for worker in w.workers), "every worker restarted")
         return running.trace
