@@ -33,6 +33,7 @@ from disagg.messages import (
     Verified,
     Verify,
 )
+from disagg.overdue import Debt
 from disagg.request import SamplingParams
 from disagg.supervisor import Role, WorkerInfo
 
@@ -59,6 +60,13 @@ class Pair:
         return f"Pair({self.prefill.id} → {self.decode.id}: {state})"
 
 
+@dataclass(eq=False, slots=True)
+class _Probe:
+    pair: Pair
+    asked: WorkerInfo  # who owes the next answer …
+    what: str  # … to this message
+
+
 class Pairs:
     """Every (prefill, decode) pair whose workers are both ready. ``on_verified`` is called when one can serve."""
 
@@ -71,7 +79,8 @@ class Pairs:
         self._on_verified = on_verified
         self._by_address = by_address
         self._pairs: dict[tuple[str, str], Pair] = {}
-        self._probes: dict[int, Pair] = {}  # by dispatch, until decode has quiesced
+        self._connecting: dict[tuple[str, str], Pair] = {}  # until prefill has answered
+        self._probes: dict[int, _Probe] = {}  # by dispatch, until decode has quiesced
 
     def __repr__(self) -> str:
         return f"Pairs({list(self._pairs.values())})"
@@ -115,13 +124,14 @@ class Pairs:
         for key, pair in list(self._pairs.items()):
             if worker in (pair.prefill, pair.decode):
                 del self._pairs[key]
+                self._connecting.pop(key, None)
                 if worker is pair.decode:
                     pair.prefill.send(Disconnect(worker.id, worker.epoch))
-        for dispatch, pair in list(self._probes.items()):
-            if worker is pair.decode:
+        for dispatch, probe in list(self._probes.items()):
+            if worker is probe.pair.decode:
                 del self._probes[dispatch]
-            elif worker is pair.prefill:  # nobody writes the reserved blocks any more
-                pair.decode.send(Abort(dispatch))
+            elif worker is probe.pair.prefill:  # nobody writes the reserved blocks any more
+                self._ask(probe, probe.pair.decode, Abort(dispatch))
 
     def take(self, worker: WorkerInfo, message: Message) -> bool:
         """Handle a message about connecting or probing. False: it is about something else."""
@@ -129,33 +139,49 @@ class Pairs:
             self._connected(worker, message)
             return True
         dispatch = getattr(message, "dispatch", None)
-        pair = self._probes.get(dispatch) if dispatch is not None else None
-        if dispatch is None or pair is None:
+        probe = self._probes.get(dispatch) if dispatch is not None else None
+        if dispatch is None or probe is None:
             return False
+        pair = probe.pair
         match message:
+            case Reserved() if not self._is_current(pair):
+                pass  # decode has been told that prefill died; its next life must not write these blocks
             case Reserved():
-                pair.prefill.send(Probe(dispatch, pair.decode.id, pair.decode.epoch, message.blocks, message.key))
+                self._ask(probe, pair.prefill, Probe(dispatch, pair.decode.id, pair.decode.epoch, message.blocks, message.key))
             case Refused():
                 del self._probes[dispatch]
                 self._fail(pair, message.reason)
             case Probed(error=None):
                 pair.expected = message.digest
                 pair.gb_per_s = message.nbytes / max(message.seconds, 1e-9) / 1e9
-                pair.decode.send(Verify(dispatch))
+                self._ask(probe, pair.decode, Verify(dispatch))
             case Probed():
-                pair.decode.send(Abort(dispatch))
+                self._ask(probe, pair.decode, Abort(dispatch))
                 self._fail(pair, f"probe failed: {message.error}")
             case Verified():
-                pair.decode.send(Abort(dispatch))
-                self._verified(pair, message)
+                self._ask(probe, pair.decode, Abort(dispatch))
+                if self._is_current(pair):
+                    self._verified(pair, message)
             case Quiesced():
                 del self._probes[dispatch]
         return True
+
+    def debts(self) -> Iterator[Debt]:
+        """Answers that are awaited."""
+        for key, pair in self._connecting.items():
+            yield Debt(" → ".join(key), pair.prefill, "Connected")
+        for dispatch, probe in self._probes.items():
+            yield Debt(dispatch, probe.asked, f"an answer to {probe.what}", grace_s=_RESERVE_S)
+
+    def _ask(self, probe: _Probe, worker: WorkerInfo, message: Reserve | Probe | Verify | Abort) -> None:
+        probe.asked, probe.what = worker, type(message).__name__
+        worker.send(message)
 
     def _connect(self, pair: Pair) -> None:
         ready = pair.decode.ready
         if ready is None:
             return
+        self._connecting[pair.prefill.id, pair.decode.id] = pair
         connect = Connect(pair.decode.id, pair.decode.epoch, ready.layout, ready.num_blocks)
         if pair.prefill.node == pair.decode.node and not self._by_address:
             pair.prefill.send(connect, [pair.decode.pool_fd])
@@ -168,6 +194,7 @@ class Pairs:
         pair = self._pairs.get((prefill.id, message.peer))
         if pair is None or pair.decode.epoch != message.epoch or pair.transport:
             return
+        self._connecting.pop((prefill.id, message.peer), None)
         if message.error is not None:
             self._fail(pair, message.error)
         else:
@@ -176,14 +203,14 @@ class Pairs:
 
     def _probe(self, pair: Pair) -> None:
         dispatch = next(self._mint)
-        self._probes[dispatch] = pair
         pools = [worker.ready for worker in (pair.prefill, pair.decode) if worker.ready is not None]
         num_blocks = min(PROBE_BLOCKS, *(pool.num_blocks for pool in pools))
         block_size = pools[0].layout.block_size
         # One token more than the prompt is reserved, so this asks for exactly num_blocks. Scoring turns prefix hits off.
         params = SamplingParams(max_tokens=1, num_prompt_logprobs=0)
         prompt = [0] * (num_blocks * block_size - 1)
-        pair.decode.send(Reserve(dispatch, prompt, len(prompt), params, _RESERVE_S, pair.is_two_sided))
+        probe = self._probes[dispatch] = _Probe(pair, pair.decode, "")
+        self._ask(probe, pair.decode, Reserve(dispatch, prompt, len(prompt), params, _RESERVE_S, pair.is_two_sided))
 
     def _verified(self, pair: Pair, message: Verified) -> None:
         if message.error is not None or message.digest != pair.expected:
@@ -201,10 +228,15 @@ class Pairs:
         self._on_verified()
 
     def _fail(self, pair: Pair, reason: str) -> None:
+        self._connecting.pop((pair.prefill.id, pair.decode.id), None)
         log.error("pair cannot serve", prefill=pair.prefill.id, decode=pair.decode.id, reason=reason, retry_s=RETRY_S)
         asyncio.get_running_loop().call_later(RETRY_S, self._retry, pair)
 
     def _retry(self, pair: Pair) -> None:
-        if self._pairs.get((pair.prefill.id, pair.decode.id)) is pair:
+        if self._is_current(pair):
             pair.transport = ""
             self._connect(pair)
+
+    def _is_current(self, pair: Pair) -> bool:
+        """Both workers still live the lives in which they were paired."""
+        return self._pairs.get((pair.prefill.id, pair.decode.id)) is pair

@@ -19,6 +19,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import structlog
@@ -38,10 +39,12 @@ from disagg.messages import (
     Rejected,
     Reserve,
     Reserved,
+    Stats,
     Target,
     TokenOutput,
     Tokens,
 )
+from disagg.overdue import Debt, Overdue
 from disagg.pairs import Pairs
 from disagg.request import FailReason, FinishReason, Request, RequestEvent, RequestState, advance
 from disagg.routes import Route, Routes
@@ -100,8 +103,12 @@ class Router:
         metrics: RouterMetrics,
         *,
         fallback: bool,
+        stuck_s: float,
     ) -> None:
-        """``fallback``: while no pair can serve, workers that were to serve in pairs do both."""
+        """``fallback``: while no pair can serve, workers that were to serve in pairs do both.
+
+        ``stuck_s``: how long a worker may owe an answer, without progress, before it is ended.
+        """
         self._workers = workers
         self._pairs = pairs
         self._config = config
@@ -112,6 +119,7 @@ class Router:
         self._dispatches: dict[int, _Dispatch] = {}
         self._by_stream: dict[RequestStream, _Dispatch] = {}
         self._routes = Routes(workers, pairs, window_tokens=2 * config.chunk_tokens, fallback=fallback)
+        self._overdue = Overdue(stuck_s)
         self._emptied = asyncio.Event()
         self.is_draining = False
         self.num_late_messages = 0
@@ -215,6 +223,8 @@ class Router:
     def on_message(self, worker: WorkerInfo, message: Message) -> None:
         if isinstance(message, Tokens):
             self._tokens(message)
+        elif isinstance(message, Stats):
+            self._overdue.look(chain(self._pairs.debts(), self._debts()), self._clock())
         elif not self._pairs.take(worker, message):
             self._take(worker, message)
         self._dispatch_queue()  # whatever the message was, it may have made room, or have queued a stream again
@@ -230,7 +240,7 @@ class Router:
                 self._refused(dispatch, message)
             case Prefilled() if dispatch and dispatch.has_prefill_part and not dispatch.is_prefilled:
                 self._prefilled(dispatch, message)
-            case Pushed() if dispatch and dispatch.handoff in _IS_WRITTEN:
+            case Pushed() if dispatch and dispatch.handoff in _IS_WRITTEN and dispatch.is_prefilled:
                 self._pushed(dispatch, message)
             case Rejected() if dispatch and dispatch.handoff is HandoffState.COMMITTED:
                 self._rejected(dispatch, message)
@@ -238,6 +248,24 @@ class Router:
                 self._quiesced(dispatch, worker)
             case _:  # late, or told twice
                 self.num_late_messages += 1
+
+    def _debts(self) -> Iterator[Debt]:
+        """The answers that are awaited about every dispatch, each with what changes while its worker works on it."""
+        for dispatch in self._dispatches.values():
+            prefill, decode = dispatch.prefill, dispatch.decode
+            num_tokens = len(dispatch.stream.tokens) if dispatch.is_current else -1
+            match dispatch.handoff:
+                case HandoffState.OFFERED:
+                    yield Debt(dispatch.id, decode, "blocks", grace_s=self._config.reserve_s)
+                case HandoffState.PUSHING if dispatch.is_prefilled:
+                    yield Debt(dispatch.id, prefill, "its bytes", num_tokens)
+                case None | HandoffState.PUSHING | HandoffState.COMMITTED:
+                    worker = decode if dispatch.handoff is HandoffState.COMMITTED else prefill
+                    yield Debt(dispatch.id, worker, "tokens", (num_tokens, worker.stats.steps if worker.stats else 0))
+                case HandoffState.QUIESCING:
+                    yield Debt(dispatch.id, prefill, "Quiesced")
+                case HandoffState.RELEASING:
+                    yield Debt(dispatch.id, decode, "its blocks")
 
     # ---------------------------------------------------------------- a request's way
 
