@@ -12,6 +12,8 @@ Before any request:
     deployment  which workers, on which cores, with how much KV memory, how long a context; refused here or not at all
     supervisor  watches the workers and restarts them under a new epoch; ``launcher`` starts their processes
     worker      one engine on one device, its role a policy of its scheduler; ``worker_process`` is its process
+    nodes       workers of other nodes, which ``node`` runs there and offers over a ``link``: a TCP ``session`` that both prove
+    overdue     ends a worker that owes an answer and makes no progress with it
     pairs       which prefill worker can hand over to which decode worker; ``probe`` proves that bytes arrive, and how fast
 
 A request, in the parent:

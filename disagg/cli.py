@@ -1,4 +1,4 @@
-"""The command line: ``disagg serve | chat | verify | status | config``.
+"""The command line: ``disagg serve | worker | chat | verify | status | config``.
 
 The flags of the configuration are generated from ``disagg.settings.SETTINGS``: a new field of a config struct is a flag, an
 environment variable, a line of help and a TOML key at once. Nothing here knows a default.
@@ -27,6 +27,7 @@ examples:
   disagg serve                                     the built-in model on http://127.0.0.1:8000
   disagg serve --model ./Llama-3.1-8B --port 9000  a Hugging Face folder on another port
   disagg serve --prefill 2 --decode 4              2P4D: two prefill workers, four decode workers
+  disagg worker --join 10.0.0.1:7000 --prefill 0   lend a decode worker to the server on another host
   disagg chat                                      start a server of its own and talk to it
   echo "Why is the sky blue?" | disagg chat        one answer, then exit
   disagg verify --model ./Llama-3.1-8B             disaggregated output equals colocated output: prove it
@@ -87,6 +88,25 @@ def _parser() -> argparse.ArgumentParser:
         "DISAGG_SECTION__KEY in the environment < flags.",
         with_settings=True,
     )
+
+    worker = command(
+        "worker",
+        _worker,
+        "lend this host's workers to a server on another host",
+        "Start workers here for the server at --join (disagg serve --cluster-listen), over a link that both sides prove with the "
+        "secret in --token-file. Joins again whenever the link is lost; Ctrl-C or SIGTERM leaves. The flags of serve say which "
+        "workers (--prefill, --decode), with which model and memory; what all workers of a server share comes from the server.",
+        with_settings=True,
+    )
+    worker.add_argument("--join", metavar="HOST:PORT", required=True, help="the server's --cluster-listen address")
+    worker.add_argument(
+        "--token-file",
+        dest="cluster.token_file",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="short for --cluster-token-file",
+    )
+    worker.add_argument("--name", metavar="NAME", default="", help="what the server calls this node (default: the host's name)")
 
     chat = command(
         "chat",
@@ -168,6 +188,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     from disagg.serve import run  # the server's imports take longer than --help should
 
     return run(config)
+
+
+def _worker(arguments: argparse.Namespace) -> int:
+    config, _ = _load(arguments)
+    from disagg.node import run
+
+    return run(config, arguments.join, arguments.name)
 
 
 def _chat(arguments: argparse.Namespace) -> int:

@@ -41,8 +41,8 @@ class WorkersConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Literal["disagg", "colocated", "auto"],
         Meta(description="disagg: prefill and decode apart; colocated: every worker does both; auto: disagg where it fits"),
     ] = "auto"
-    prefill: Annotated[int, Meta(ge=1, le=64, description="number of prefill workers")] = 1
-    decode: Annotated[int, Meta(ge=1, le=64, description="number of decode workers")] = 1
+    prefill: Annotated[int, Meta(ge=0, le=64, description="number of prefill workers; 0 = they are on other nodes")] = 1
+    decode: Annotated[int, Meta(ge=0, le=64, description="number of decode workers; 0 = they are on other nodes")] = 1
     mixed: Annotated[int, Meta(ge=1, le=64, description="number of workers where every one does both (colocated)")] = 1
     device: Annotated[Literal["cpu", "cuda", "auto"], Meta(description="where the workers run")] = "auto"
     pin_cpus: Annotated[bool, Meta(description="give each CPU worker cores of its own")] = True
@@ -98,6 +98,17 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     reserve_s: Annotated[float, Meta(gt=0, description="seconds a request may wait for blocks on decode")] = 60.0
 
 
+class ClusterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    listen: Annotated[
+        str, Meta(description="HOST:PORT on which other nodes may join with workers (disagg worker --join); empty = none may")
+    ] = ""
+    token_file: Annotated[str, Meta(description="file with the secret that all nodes share, at least 16 bytes")] = ""
+    lease_s: Annotated[float, Meta(gt=0, description="seconds of silence after which a node counts as lost")] = 5.0
+    tls_cert: Annotated[str, Meta(description="PEM file with the certificate that nodes are shown; empty = no TLS")] = ""
+    tls_key: Annotated[str, Meta(description="PEM file with the key of tls_cert; empty = it is in the same file")] = ""
+    tls_ca: Annotated[str, Meta(description="PEM file with the certificates that a node trusts; empty = no TLS")] = ""
+
+
 class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: Annotated[Literal["auto", "json", "console"], Meta(description="auto = console on a terminal, else json")] = "auto"
     level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least severe line that is logged")] = "info"
@@ -110,7 +121,18 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kv: KVConfig = KVConfig()
     handoff: HandoffConfig = HandoffConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    cluster: ClusterConfig = ClusterConfig()
     log: LogConfig = LogConfig()
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port in ``10.0.0.1:7000``, ``node-1:7000``, ``[::1]:7000``. Raises ConfigError."""
+    host, _, port = text.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if is_bracketed else host
+    if not host or (":" in host and not is_bracketed) or not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ConfigError(f"{text!r} is not HOST:PORT, such as 10.0.0.1:7000 or [::1]:7000")
+    return host, int(port)
 
 
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) *(?:([KMGT])(iB|i|B)?|B)?", re.IGNORECASE)

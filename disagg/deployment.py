@@ -31,18 +31,33 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     mode: str  # "disagg" or "colocated"
     device: str
     max_model_len: int
+    vocab_size: int
+    layout: KVLayout
     workers: list[Configure]
 
 
 def plan(
-    config: Config, files: ModelFiles, spec: ModelSpec, *, vocab_size: int, run_id: str, cpus: Sequence[int], free_nbytes: int
+    config: Config,
+    files: ModelFiles,
+    spec: ModelSpec,
+    *,
+    vocab_size: int,
+    run_id: str,
+    cpus: Sequence[int],
+    free_nbytes: int,
+    is_part: bool,
 ) -> Deployment:
     """Decide. ``cpus`` are the cores this process may use, ``free_nbytes`` the memory that is free.
+
+    ``is_part``: other nodes have workers of the same server, so that these need not be able to serve by themselves.
 
     Raises ConfigError or StartupError.
     """
     device = _device(config)
     roles = _roles(config, cpus)
+    if not is_part and (missing := {Role.PREFILL, Role.DECODE} - set(roles)) and Role.MIXED not in roles:
+        names = " and ".join(f"workers.{role} = 0" for role in sorted(missing))
+        raise ConfigError(f"{names}: nobody would do that; only with --cluster-listen can other nodes")
     dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
     layout = kv_layout(spec, dtype, config.kv.block_size)
     max_model_len, kv_nbytes = _kv_budget(config, spec, layout, len(roles), free_nbytes)
@@ -71,14 +86,21 @@ def plan(
                 nice=_PREFILL_NICE if role is Role.PREFILL else 0,
                 poison=config.kv.poison,
                 verify_kv=config.kv.verify,
-                has_far_peers=config.handoff.transport == "ucx",
+                has_far_peers=is_part or config.handoff.transport == "ucx",
                 handoff=config.handoff,
                 log=config.log,
             )
         )
         counts[role] += 1
     mode = "colocated" if Role.MIXED in roles else "disagg"
-    return Deployment(mode=mode, device=device, max_model_len=max_model_len, workers=workers)
+    return Deployment(
+        mode=mode, device=device, max_model_len=max_model_len, vocab_size=vocab_size, layout=layout, workers=workers
+    )
+
+
+def longest_sequence(kv_nbytes: int, layout: KVLayout) -> int:
+    """Tokens of the longest request that a pool of ``kv_nbytes`` can hold; below 1 when it holds none."""
+    return (kv_nbytes // layout.block_nbytes - _GROWTH_BLOCKS) * layout.block_size
 
 
 def host_cpus() -> list[int]:
@@ -110,7 +132,7 @@ def _roles(config: Config, cpus: Sequence[int]) -> list[Role]:
 
 def _share(cpus: Sequence[int], num_workers: int) -> list[list[int]]:
     """Cores for each worker: disjoint and as even as can be; none of their own where there are fewer cores than workers."""
-    if len(cpus) < num_workers:
+    if not 0 < num_workers <= len(cpus):
         return [[] for _ in range(num_workers)]
     bounds = [index * len(cpus) // num_workers for index in range(num_workers + 1)]
     return [list(cpus[begin:end]) for begin, end in itertools.pairwise(bounds)]
@@ -122,6 +144,8 @@ def _kv_budget(config: Config, spec: ModelSpec, layout: KVLayout, num_workers: i
     wanted_len = config.model.max_model_len or spec.max_position
     if wanted_len > spec.max_position:
         raise ConfigError(f"model.max_model_len = {wanted_len}: the model was made for at most {spec.max_position} tokens")
+    if not num_workers:
+        return wanted_len, 0
     if config.kv.memory == "auto":
         most_useful = config.scheduler.max_num_seqs * (layout.num_blocks(wanted_len) + _GROWTH_BLOCKS) * block_nbytes
         kv_nbytes = int(min(free_nbytes * _AUTO_KV_SHARE / num_workers, _AUTO_KV_MOST, most_useful))
@@ -132,7 +156,7 @@ def _kv_budget(config: Config, spec: ModelSpec, layout: KVLayout, num_workers: i
                 f"kv.memory = {config.kv.memory} for each of {num_workers} workers needs "
                 f"{kv_nbytes * num_workers / 2**30:.1f} GiB, {free_nbytes / 2**30:.1f} GiB are free"
             )
-    fits_len = (kv_nbytes // block_nbytes - _GROWTH_BLOCKS) * config.kv.block_size
+    fits_len = longest_sequence(kv_nbytes, layout)
     needed = (layout.num_blocks(config.model.max_model_len or config.kv.block_size) + _GROWTH_BLOCKS) * block_nbytes
     if fits_len < config.kv.block_size or (config.model.max_model_len and fits_len < config.model.max_model_len):
         raise StartupError(

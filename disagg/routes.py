@@ -5,6 +5,7 @@ verified pairs and mixed workers;  while there are none, and if that is allowed,
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ class Routes:
         self._window_tokens = window_tokens
         self._fallback = fallback
         self._was_paired = False
-        self._loads = {worker.id: Load() for worker in workers}
+        self._loads: defaultdict[str, Load] = defaultdict(Load)  # by worker; they come and go with their nodes
 
     def load(self, worker: WorkerInfo) -> Load:
         return self._loads[worker.id]

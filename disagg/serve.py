@@ -29,16 +29,18 @@ from disagg.launcher import ProcessLauncher
 from disagg.messages import Message
 from disagg.metrics import Metrics, WorkerCollector
 from disagg.model import find_model, read_model_spec
+from disagg.nodes import Nodes
 from disagg.pairs import Pairs
 from disagg.request import FailReason
 from disagg.router import Router
-from disagg.supervisor import Supervisor, WorkerInfo, WorkerState
+from disagg.supervisor import Role, Supervisor, WorkerInfo, WorkerState
 from disagg.text.chat_template import load_chat_template
 from disagg.text.tokenizer import load_tokenizer
 
 log = structlog.get_logger(__name__)
 
 _KEEPALIVE_TIMEOUT_S = 120.0  # longer than the pools of common clients and proxies keep an idle connection (up to 90 s)
+_NO_PATH = "no KV path between workers is verified yet"
 _ENDING_S = 2.0  # after the last stream has ended, for its last bytes to leave
 
 
@@ -77,15 +79,26 @@ class Server:
             run_id=self.run_id,
             cpus=host_cpus(),
             free_nbytes=free_memory(),
+            is_part=bool(config.cluster.listen),
         )
         mint = itertools.count(1)
         self.metrics = Metrics()
         self.supervisor = Supervisor(self.deployment.workers, config.workers, ProcessLauncher(), observer=self)
         self.workers = self.supervisor.workers
+        self.nodes: Nodes | None = None
+        if config.cluster.listen:
+            self.nodes = Nodes(config, self.deployment, self.supervisor, model_name=self.model_name, run_id=self.run_id)
         by_address = config.handoff.transport == "ucx"
         self.pairs = Pairs(self.workers, mint, on_verified=self._on_verified, by_address=by_address)
         self.router = Router(
-            self.workers, self.pairs, config.scheduler, mint, time.monotonic, self.metrics, fallback=config.workers.fallback
+            self.workers,
+            self.pairs,
+            config.scheduler,
+            mint,
+            time.monotonic,
+            self.metrics,
+            fallback=config.workers.fallback,
+            stuck_s=config.workers.stuck_s,
         )
         self.metrics.registry.register(WorkerCollector(self.workers, self.router.counts, lambda: self.router.num_late_messages))
         self._ready = asyncio.Event()
@@ -102,6 +115,8 @@ class Server:
         try:
             async with asyncio.TaskGroup() as tasks:
                 keeping = tasks.create_task(self.supervisor.run(), name="supervisor")
+                if self.nodes is not None:
+                    await self.nodes.listen()
                 announcing = tasks.create_task(self._announce(url), name="announce")
                 await self._first_signal.wait()
                 announcing.cancel()
@@ -113,6 +128,8 @@ class Server:
             self.router.fail_all("the server has stopped", FailReason.SHUTDOWN)
             await runner.cleanup()
             await self.supervisor.aclose()
+            if self.nodes is not None:
+                self.nodes.close()
 
     # ---------------------------------------------------------------- what the supervisor tells
 
@@ -134,14 +151,15 @@ class Server:
         quiet_s = self.config.workers.stuck_s / 2
         reasons = ["draining"] if self.router.is_draining else []
         for worker in self.workers:
-            if worker.state is WorkerState.GONE and self.router.can_serve():
-                continue  # given up; the others do its work, and the status says so
+            if (worker.node or worker.state is WorkerState.GONE) and self.router.can_serve():
+                continue  # given up, or its node comes and goes; the others do its work, and the status says so
             if not worker.is_ready:
                 reasons.append(f"{worker.id} is {worker.state}" + (f": {worker.cause}" if worker.cause else ""))
             elif now - worker.heard_at > quiet_s:
                 reasons.append(f"{worker.id} has made no progress for {now - worker.heard_at:.1f} s")
         if not self.router.can_serve() and not reasons:
-            reasons.append("no KV path between workers is verified yet")
+            is_waiting = self.nodes is not None and {Role.PREFILL, Role.DECODE} - {worker.role for worker in self.workers}
+            reasons.append(f"no node has joined as {' and '.join(sorted(is_waiting))} yet" if is_waiting else _NO_PATH)
         return reasons
 
     def status(self) -> dict[str, Any]:
@@ -155,6 +173,7 @@ class Server:
             "draining": self.router.is_draining,
             "degraded": self.router.is_degraded,
             "workers": [_worker_status(worker, now) for worker in self.workers],
+            "nodes": self.nodes.status() if self.nodes is not None else [],
             "pairs": self.pairs.status(),
             "requests": self.router.counts(),
         }
@@ -199,7 +218,7 @@ class Server:
     async def _announce(self, url: str) -> None:
         """Say once, on standard output, that requests can come."""
         await self._ready.wait()
-        workers = ", ".join(f"{worker.id} ({self.deployment.device})" for worker in self.workers)
+        workers = ", ".join(f"{worker.id} ({worker.settings.device})" for worker in self.workers)
         paths = ", ".join(
             f"{pair.prefill.id} → {pair.decode.id} over {pair.transport} at {pair.gb_per_s:.1f} GB/s" for pair in self.pairs
         )
@@ -246,9 +265,11 @@ def _worker_status(worker: WorkerInfo, now: float) -> dict[str, Any]:
     return {
         "id": worker.id,
         "role": worker.role,
-        "pid": worker.handle.pid if worker.handle is not None else None,
+        "node": worker.node,
+        "pid": (worker.handle.pid or None) if worker.handle is not None else None,  # one of a node is not known at once
         "epoch": worker.epoch,
         "state": worker.state,
+        "cause": worker.cause,
         "device": worker.settings.device,
         "cpus": worker.settings.cpus,
         "restarts": worker.restarts,

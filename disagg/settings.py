@@ -11,14 +11,14 @@ import ipaddress
 import json
 import math
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from disagg.config import Config, parse_size
+from disagg.config import Config, parse_address, parse_size
 from disagg.errors import ConfigError
 
 Origins = Mapping[str, str]
@@ -31,6 +31,12 @@ _FLAGS = {
     "kv.memory": "--kv-memory",
     "kv.poison": "--kv-poison",
     "kv.verify": "--verify-kv",
+    "cluster.listen": "--cluster-listen",
+    "cluster.token_file": "--cluster-token-file",
+    "cluster.lease_s": "--cluster-lease-s",
+    "cluster.tls_cert": "--cluster-tls-cert",
+    "cluster.tls_key": "--cluster-tls-key",
+    "cluster.tls_ca": "--cluster-tls-ca",
     "log.format": "--log-format",
     "log.level": "--log-level",
 }
@@ -201,13 +207,17 @@ def _check(config: Config, origins: Origins) -> None:
     host = config.server.host
     require("server.host", host, _is_host(host), "an address or a host name (the port is a setting of its own)")
     require("model.path", config.model.path, bool(config.model.path), f"{SETTINGS['model.path'].meta.description}")
-    if config.kv.memory != "auto":
-        try:
-            parse_size(config.kv.memory)
-        except ConfigError as error:
-            raise _refusal(
-                SETTINGS["kv.memory"], config.kv.memory, origins["kv.memory"], "auto or a size, such as 2GiB"
-            ) from error
+    memory, listen = config.kv.memory, config.cluster.listen
+    require("kv.memory", memory, memory == "auto" or _can(parse_size, memory), "auto or a size, such as 2GiB")
+    require("cluster.listen", listen, not listen or _can(parse_address, listen), "empty or HOST:PORT, such as 10.0.0.1:7000")
+
+
+def _can(parse: Callable[[str], Any], text: str) -> bool:
+    try:
+        parse(text)
+    except ConfigError:
+        return False
+    return True
 
 
 def _is_host(host: str) -> bool:

@@ -15,15 +15,20 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from tests.process.network import Host
+
 READY_S = 90.0
 DEADLINE_S = 30.0
 
 
 class Server:
-    """A running ``disagg serve``."""
+    """A running ``disagg serve``, on this host or another."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, host: Host | None = None) -> None:
         command = [sys.executable, "-m", "disagg", "serve", "--port", "0", "--log-format", "json", *arguments]
+        self._host = host
+        if host is not None:
+            command = host.command(*command)
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert self.process.stdout is not None
         self.ready_line = self.process.stdout.readline()
@@ -65,7 +70,11 @@ class Server:
 
     def connect(self) -> http.client.HTTPConnection:
         parts = urlsplit(self.url)
-        return http.client.HTTPConnection(parts.hostname, parts.port, timeout=DEADLINE_S)
+        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=DEADLINE_S)
+        if self._host is not None:
+            with self._host.entered():
+                connection.connect()
+        return connection
 
     def stream(self, prompt: Any, max_tokens: int, **fields: Any) -> Stream:
         return Stream(self.connect(), {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True, **fields})
@@ -84,6 +93,36 @@ class Server:
 
     def wait_until_ready(self) -> None:
         until(lambda: self.request("GET", "/readyz")[0] == 200, "ready")
+
+
+class Node:
+    """A running ``disagg worker`` on another host, which joins as soon as it can."""
+
+    def __init__(self, *arguments: str, host: Host) -> None:
+        command = host.command(sys.executable, "-m", "disagg", "worker", "--log-format", "json", *arguments)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def wait_until_joined(self) -> None:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("Joined "), f"{line!r}; exit code {self.process.poll()}"
+
+    def workers(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children()
+
+    def end(self, number: int) -> tuple[int, str]:
+        """Send the signal; return the exit code and what was logged."""
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> tuple[int, str]:
+        _, errors = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, errors
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate(timeout=DEADLINE_S)
 
 
 class Stream:
@@ -118,8 +157,8 @@ class Stream:
 
 
 @contextlib.contextmanager
-def server(*arguments: str) -> Iterator[Server]:
-    running = Server(*arguments)
+def server(*arguments: str, host: Host | None = None) -> Iterator[Server]:
+    running = Server(*arguments, host=host)
     try:
         yield running
     finally:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from disagg.config import Config, ServerConfig, parse_size
+from disagg.config import Config, ServerConfig, parse_address, parse_size
 from disagg.errors import ConfigError
 from disagg.settings import SETTINGS, Setting, dump_toml, load_config
 
@@ -59,6 +59,8 @@ def values_of(setting: Setting) -> st.SearchStrategy[Any]:
         return st.sampled_from(setting.choices)
     if setting.name == "kv.memory":
         return st.just("auto") | st.integers(1, 2**40).map(lambda n: f"{n}KiB")
+    if setting.name == "cluster.listen":
+        return st.sampled_from(["", "0.0.0.0:7000", "[::1]:0", "node-1:65535"])
     if setting.name == "server.host":
         return st.sampled_from(["::1", "0.0.0.0", "box.example", "bücher.example"])
     if setting.type is bool:
@@ -170,6 +172,16 @@ def test_files_that_cannot_be_used_say_why(tmp_path: Path) -> None:
 def test_a_host_is_an_address_or_a_name(host: str) -> None:
     """What cannot be listened on is refused before anything starts."""
     assert "server.host" in refusal(flags={"server.host": host})
+
+
+def test_an_address_is_a_host_and_a_port() -> None:
+    """What other nodes dial: names, IPv4 and bracketed IPv6, each with a port; anything else is refused with an example."""
+    assert parse_address("node-1:7000") == ("node-1", 7000)
+    assert parse_address("[::1]:0") == ("::1", 0)
+    for text in ("", "7000", ":7000", "::1:7000", "host:", "host:65536", "host:x", "host:²"):
+        with pytest.raises(ConfigError, match="is not HOST:PORT"):
+            parse_address(text)
+    assert "(from --cluster-listen): must be empty or HOST:PORT" in refusal(flags={"cluster.listen": "7000"})
 
 
 def test_kv_memory_is_auto_or_a_size() -> None:
