@@ -88,9 +88,7 @@ class Way:
         except HandoffError as error:
             yield from self.close(str(error))
         while self._pushes and self._pushes[0].is_over:
-            push = self._pushes.popleft()
-            nbytes = push.num_sent * self._blocks.shape[1]
-            yield Completed(push.dispatch, nbytes, time.monotonic() - push.begun_at if nbytes else 0.0)
+            yield self._completed(self._pushes.popleft())
 
     @property
     def stalls_at(self) -> float | None:
@@ -105,11 +103,15 @@ class Way:
         for request, _ in self._sends:
             self._ucp.discard(request)
         error = f"no hand-over to {self.name} (epoch {self.epoch}): {cause}"
-        ended = [Completed(push.dispatch, 0, 0.0, None if push.is_over else error) for push in self._pushes]
+        ended = [self._completed(push, None if push.is_over else error) for push in self._pushes]
         self._sends.clear()
         self._waiting.clear()
         self._pushes.clear()
         return ended
+
+    def _completed(self, push: Push, error: str | None = None) -> Completed:
+        nbytes = push.num_sent * self._blocks.shape[1]
+        return Completed(push.dispatch, nbytes, time.monotonic() - push.begun_at if nbytes else 0.0, error)
 
     def _take(self) -> None:
         while self._sends:
@@ -130,6 +132,9 @@ class Way:
 
     def _send(self, push: Push) -> None:
         """The push's next block, before the first of them the introduction."""
+        if self._endpoint is not None and not self._sends and not self._ucp.is_alive(self._endpoint):
+            self._ucp.disconnect(self._endpoint)  # it broke while nothing used it
+            self._endpoint = None
         if self._endpoint is None:
             self._endpoint = self._ucp.connect(self._address)
         if not self._sends:
@@ -153,19 +158,24 @@ class Expected:
         self._block_nbytes = blocks.shape[1]
         self._stall_s = stall_s
         self._writer = np.zeros(INTRODUCTION_NBYTES, dtype=np.uint8)
-        self._introduction: int | None = ucp.receive(self._writer, _tag(key, _INTRODUCTION))
-        self._receives = deque(ucp.receive(blocks[number], _tag(key, number)) for number in numbers)
         self._address = b""  # of the writer, once it has introduced itself
         self._error: str | None = None
         self.cut_off_at: float | None = None  # when a writer that does not finish is cut off
+        self._introduction: int | None = None  # request, until it has come
+        self._receives: deque[int] = deque()  # requests that are not over
+        try:
+            self._introduction = ucp.receive(self._writer, _tag(key, _INTRODUCTION))
+            for number in numbers:
+                self._receives.append(ucp.receive(blocks[number], _tag(key, number)))
+        except HandoffError as error:
+            self.give_up(str(error))
 
     def advance(self) -> Iterator[Arrived]:
         """Take note of what has come; yields the end of it."""
         if self.cut_off_at is not None and time.monotonic() > self.cut_off_at:
             self.cut_off()
-        if self._introduction is not None and (nbytes := self._ucp.received(self._introduction)) is not None:
-            self._address = self._writer[:nbytes].tobytes()
-            self._introduction = None
+        if self._introduction is not None:
+            self._greet(self._introduction)
         while self._receives:
             try:
                 nbytes = self._ucp.received(self._receives[0])
@@ -197,6 +207,15 @@ class Expected:
         if self._address:
             with contextlib.suppress(HandoffError):  # it has gone, and its end with it
                 self._ucp.disconnect(self._ucp.connect(self._address))
+
+    def _greet(self, introduction: int) -> None:
+        try:
+            if (nbytes := self._ucp.received(introduction)) is None:
+                return
+            self._address = self._writer[:nbytes].tobytes()
+        except HandoffError as error:
+            self.give_up(f"the writer's introduction: {error}")
+        self._introduction = None
 
 
 def _tag(key: int, block: int) -> int:

@@ -9,6 +9,7 @@ One thread makes all calls. Those of the C interface are short and keep the GIL;
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from typing import Any
@@ -77,9 +78,14 @@ class Ucp:
         except (self._lib.UCXError, RuntimeError) as error:
             raise HandoffError(f"UCX finds no way to the peer: {error}") from error
 
+    def is_alive(self, endpoint: Any) -> bool:
+        """False once the way has broken, or the peer has gone."""
+        return bool(endpoint.alive)
+
     def disconnect(self, endpoint: Any) -> None:
-        """Close at once, without the peer: what is under way over it, in both directions, ends with an error."""
+        """Close at once, without the peer: what is under way over it, in both directions, has ended when this returns."""
         endpoint.close_blocking()
+        self._worker.progress()  # it is here that the requests end
 
     def send(self, endpoint: Any, memory: Memory, tag: int) -> int:
         """Begin to send all of ``memory``, which must not change before it ``is_sent``; the request. Raises HandoffError."""
@@ -103,14 +109,14 @@ class Ucp:
         return int(self._received.nbytes) if self._is_over(request, status) else None
 
     def discard(self, request: int) -> None:
-        """Take no interest in how it ends: it has been cancelled, or its endpoint is closed."""
+        """Take no interest in how it ended: it has been cancelled, or its endpoint is closed."""
         self._c.ucp_request_free(request)
 
     def refuse_unexpected(self) -> None:
         """Answer what no receive matches: its sender is told that it has been sent, and not a byte of it is stored."""
         while message := self._c.ucp_tag_probe_nb(self._handle, 0, 0, 1, ctypes.byref(self._received)):
-            request = self._c.ucp_tag_msg_recv_nbx(self._handle, None, 0, message, self._plain)
-            self._c.ucp_request_free(self._request(request))
+            with contextlib.suppress(HandoffError):  # whose end it is anyway
+                self.discard(self._request(self._c.ucp_tag_msg_recv_nbx(self._handle, None, 0, message, self._plain)))
 
     def close(self) -> None:
         """All endpoints have been disconnected. Nothing is read or written by UCX afterwards."""

@@ -3,8 +3,8 @@
 A thread of its own makes all calls of UCX, so that chunk i travels while chunk i + 1 computes. It sleeps on UCX's descriptor
 and one for orders, and wakes the owner through an eventfd; nothing polls. ``tagged`` is what it does for each peer and dispatch.
 
-UCX itself knows no secrets: whoever reaches its port can crash the worker or write to it. The network between workers must be
-their own, and ``devices`` says which it is.
+UCX authenticates nobody: whoever reaches its port can harm the worker. The network between workers must be their own, and
+``devices`` says which it is.
 """
 
 from __future__ import annotations
@@ -89,8 +89,10 @@ class UcxTransport:
         self._order(partial(self._connect, peer, epoch, address, opened))
         try:
             opened.result(self._stall_s)
-        except (HandoffError, TimeoutError) as error:
+        except HandoffError as error:
             raise HandoffError(f"{refused}: {error}") from error
+        except TimeoutError as error:
+            raise HandoffError(f"{refused}: UCX did not return for {self._stall_s:g} s") from error
 
     def disconnect(self, peer: str, epoch: int) -> None:
         self._order(partial(self._disconnect, peer, epoch))
@@ -210,10 +212,7 @@ class UcxTransport:
             way.cancel(dispatch)
 
     def _expect(self, dispatch: int, blocks: list[int], key: int) -> None:
-        try:
-            self._expected[dispatch] = Expected(self._ucp, self._blocks, dispatch, blocks, key, self._stall_s)
-        except HandoffError as error:
-            self._report([Arrived(dispatch, str(error))])
+        self._expected[dispatch] = Expected(self._ucp, self._blocks, dispatch, blocks, key, self._stall_s)
 
     def _forget(self, dispatch: int) -> None:
         if expected := self._expected.get(dispatch):

@@ -53,7 +53,8 @@ def main(kind: str, role: str, channel: socket.socket) -> None:
     else:
         told = json.loads(channel.recv(1 << 16))
         as_blocks(memoryview(pool), LAYOUT)[:] = WRITTEN
-        transport.connect("reader-0", 1, LAYOUT, NUM_BLOCKS, -1, bytes.fromhex(told["address"]))
+        for _ in range(2):  # a reader that cuts a writer off has to find the way that it came by last
+            transport.connect("reader-0", 1, LAYOUT, NUM_BLOCKS, -1, bytes.fromhex(told["address"]))
         for dispatch, blocks, key in ((1, FIRST, told["keys"][0]), (2, SECOND, told["keys"][1])):
             transport.push(dispatch, "reader-0", 1, blocks, blocks, key)
     if role == "writer" or transport.is_two_sided:

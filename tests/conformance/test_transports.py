@@ -375,6 +375,16 @@ def test_options_that_ucx_refuses_are_named() -> None:
         UcxTransport("prefill-0", LAYOUT, memoryview(bytearray(LAYOUT.block_nbytes)), tls="tcp", devices="nowhere0")
 
 
+def test_without_ucxx_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX is an extra: a configuration that asks for it names the way to get it."""
+    from disagg.handoff.ucx import UcxTransport
+
+    for name in ("ucxx", "ucxx._lib"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(StartupError, match=r"pip install 'disagg\[ucx\]'"):
+        UcxTransport("prefill-0", LAYOUT, memoryview(bytearray(LAYOUT.block_nbytes)))
+
+
 def test_it_wakes_a_program_that_runs_uvloop(rig: Rig) -> None:
     """The descriptor works with a loop that takes it as a reader, for the writer and for who waits for the bytes."""
     if rig.writer.transport.fileno() < 0:
