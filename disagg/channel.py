@@ -5,8 +5,7 @@ What is told twice is taken once; what is lost, garbled, out of order or from an
 message is seen. A channel that has raised it is broken: the worker is ended, and what it held is done again elsewhere.
 
 ``Connection`` is the worker's end (it may block), ``Channel`` the parent's (on the event loop, never blocks), which is a ``Pipe``
-for the bytes with frames on it. Neither side
-listens anywhere, so nobody else can speak on it; garbage raises ProtocolError and nothing else.
+for the bytes with frames on it. Neither side listens anywhere, so nobody else can speak on it.
 """
 
 from __future__ import annotations

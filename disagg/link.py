@@ -81,6 +81,8 @@ class Link(asyncio.Protocol):
         self._session: Session | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
+        self._is_gone = asyncio.Event()  # the connection is; set from the start, until there is one
+        self._is_gone.set()
         self._is_blocked = False  # the peer does not read
         self._num_silent = self._num_blocked = 0  # beats of ours since it last spoke, and since it last read
         self.peer = ""  # its address
@@ -123,10 +125,16 @@ class Link(asyncio.Protocol):
             self._transport.close()
             self._timer = self._loop.call_later(_FLUSH_S, self._transport.abort)
 
+    async def aclose(self) -> None:
+        """Close, and wait until everything has left or _FLUSH_S is over: before an event loop ends, for instance."""
+        self.close()
+        await self._is_gone.wait()
+
     # ---------------------------------------------------------------- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._is_gone.clear()
         self.peer = _spelled(transport.get_extra_info("peername"))
         if self._is_closed:
             self._transport.abort()
@@ -165,6 +173,7 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
+        self._is_gone.set()
         if self._is_closed and self._timer is not None:
             self._timer.cancel()  # there is nothing left to abort
         reason = f"the connection broke: {error}" if error is not None else "it closed the connection"

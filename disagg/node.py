@@ -144,8 +144,9 @@ class Member:
                 raise
         finally:
             if self._link is not None:
-                self._link.send(Bye("it was stopped"))
-                self._link.close()
+                if self._has_joined:
+                    self._link.send(Bye("it was stopped"))
+                await self._link.aclose()
             await self._end_workers()
 
     async def _keep_joining(self) -> None:
@@ -166,18 +167,19 @@ class Member:
         """Dial, offer, and do what the head says. Returns how it ended."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
-        self._link = Link(Side.NODE, self._token, self)
-        link = self._link
+        self._link = link = Link(Side.NODE, self._token, self)
         try:
             async with asyncio.timeout(_DIAL_S):
                 await loop.create_connection(lambda: link, self._host, self._port, ssl=self._tls)
         except TimeoutError:
-            return LinkError(f"no answer within {_DIAL_S:g} s")
+            self._end(LinkError(f"no answer within {_DIAL_S:g} s"))
         except ssl.SSLError as error:
-            return LinkError(f"no TLS connection (is TLS on at one side only?): {error}")
+            self._end(LinkError(f"no TLS connection (is TLS on at one side only?): {error}"))
         except OSError as error:
-            return LinkError(error.strerror or str(error))
-        return await self._ended  # bounded: by the deadline of the handshake, then by the lease
+            self._end(LinkError(error.strerror or str(error)))
+        ended = await self._ended  # bounded: by the deadline of the handshake, then by the lease
+        link.close()
+        return ended
 
     async def _end_workers(self) -> None:
         relays = list(self._running.values())

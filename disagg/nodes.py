@@ -162,16 +162,24 @@ class Nodes:
         host, port = self._server.sockets[0].getsockname()[:2]
         log.info("nodes may join", host=host, port=port, tls=self._tls is not None, lease_s=self._config.cluster.lease_s)
 
-    def close(self) -> None:
-        """Part with every node; their workers must have ended."""
+    def admit_no_more(self) -> None:
+        """Those that have joined stay; nobody else can, not even who is about to."""
         if self._server is not None:
             self._server.close()
-        for link in self._joined:
-            link.send(Bye("the server has stopped"))
-        for link in [*self._joined, *self._strangers]:
+        for link in self._strangers:
             link.close()
-        self._joined.clear()
         self._strangers.clear()
+
+    async def aclose(self) -> None:
+        """Part with every node; their workers must have ended."""
+        self.admit_no_more()
+        links = list(self._joined)
+        self._joined.clear()
+        for link in links:
+            link.send(Bye("the server has stopped"))
+            link.close()
+        for link in links:
+            await link.aclose()
 
     def status(self) -> list[dict[str, Any]]:
         return [

@@ -120,16 +120,20 @@ class Server:
                 announcing = tasks.create_task(self._announce(url), name="announce")
                 await self._first_signal.wait()
                 announcing.cancel()
+                if self.nodes is not None:
+                    self.nodes.admit_no_more()
                 await self._drain()
                 await runner.cleanup()
                 await self.supervisor.aclose()
                 keeping.cancel()
         finally:
+            if self.nodes is not None:
+                self.nodes.admit_no_more()
             self.router.fail_all("the server has stopped", FailReason.SHUTDOWN)
             await runner.cleanup()
             await self.supervisor.aclose()
             if self.nodes is not None:
-                self.nodes.close()
+                await self.nodes.aclose()
 
     # ---------------------------------------------------------------- what the supervisor tells
 

@@ -5,9 +5,9 @@
 
 A worker proves that it lives by its messages (Stats at least every HEARTBEAT_S between steps). One that is silent is looked at:
 if it neither uses its CPU nor waits for one for ``hang_s`` (stopped, deadlocked) it is killed, and so is one that
-computes for ``stuck_s`` without a word: alive is not the same as responsive. A message lost on the way to it is seen by the
-next one, or else by its Stats, which lack it for LOST_S. The observer is told everything in the order in
-which it happened, and after ``on_down`` nothing of that epoch.
+computes for ``stuck_s`` without a word: alive is not the same as responsive. A message lost on the way to it shows at the next
+one, or else in its Stats, which lack it for LOST_S. The observer is told everything in the order in which it happened, and after
+``on_down`` nothing of that epoch.
 """
 
 from __future__ import annotations

@@ -96,10 +96,12 @@ class Server:
 
 
 class Node:
-    """A running ``disagg worker`` on another host, which joins as soon as it can."""
+    """A running ``disagg worker``, which joins as soon as it can."""
 
-    def __init__(self, *arguments: str, host: Host) -> None:
-        command = host.command(sys.executable, "-m", "disagg", "worker", "--log-format", "json", *arguments)
+    def __init__(self, *arguments: str, host: Host | None = None) -> None:
+        command = [sys.executable, "-m", "disagg", "worker", "--log-format", "json", *arguments]
+        if host is not None:
+            command = host.command(*command)
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def wait_until_joined(self) -> None:

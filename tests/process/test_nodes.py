@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import os
 import signal
+import socket
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -235,3 +236,19 @@ def test_who_may_not_join_is_told_why(wire: Network, token: Path, tmp_path: Path
             assert reason in log
         assert [node["name"] for node in running.status()["nodes"]] == ["b"]
         assert len(running.complete("and the server serves on", 8)) == 8
+
+
+def test_a_node_can_be_stopped_while_it_waits_for_a_head(token: Path) -> None:
+    """Nobody there, or somebody who says nothing: it says what it waits for, and ends with code 0 when it is told to."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as closed:
+        silent_port, closed_port = silent.getsockname()[1], closed.getsockname()[1]
+        closed.close()
+        for port, reason in ((silent_port, "no handshake within 5 s"), (closed_port, "Connection refused")):
+            lent = Node(*NULL, "--prefill", "0", "--token-file", str(token), "--join", f"127.0.0.1:{port}")
+            try:
+                assert lent.process.stderr is not None
+                assert reason in lent.process.stderr.readline()
+                code, log = lent.end(signal.SIGTERM)
+                assert code == 0, log
+            finally:
+                lent.close()

@@ -298,8 +298,10 @@ def test_a_link_works_inside_tls(certificate: str, on_uvloop: bool) -> None:
                 end.link.begin_lease(5.0, Beat)
             node.link.send(Data("decode-0", 1, bytes(3 << 20)))
             await head.until(lambda: Data("decode-0", 1, bytes(3 << 20)) in head.heard)
-            node.link.close()
-            await head.closed
+            node.link.send(Bye("the last word"))
+            await node.link.aclose()
+            assert await head.cause() == "it closed the connection"
+            assert head.heard[-1] == Bye("the last word")
 
     run(scenario, on_uvloop=on_uvloop)
 
