@@ -25,7 +25,7 @@ class _JumpingSelector(selectors.DefaultSelector):
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        # With nothing registered but the loop's own wake-up pipe, asking the kernel is a third of a quiet turn's time.
+        # With nothing registered but the loop's own wake-up pipe, the kernel need not be asked.
         ready = super().select(0) if len(self.get_map()) > 1 else []
         if not ready:
             if timeout is None:

@@ -14,10 +14,13 @@ from tests.sim.loop import DeadlockError, run_virtual
 from tests.sim.schedules import KINDS, Client, Fault, Schedule, draw, play, undisturbed
 
 
-@given(st.randoms(use_true_random=False))
-def test_whatever_goes_wrong_streams_are_right_and_nothing_is_left(rng: random.Random) -> None:
-    """Deaths, held and lost copies, slow peers, small pools, lost and late messages, clients that leave: the rules hold."""
-    assert run_virtual(play(draw(rng)))
+@given(seed=st.integers(0, 2**32))
+def test_whatever_goes_wrong_streams_are_right_and_nothing_is_left(seed: int) -> None:
+    """Deaths, held and lost copies, slow peers, small pools, lost and late messages, clients that leave: the rules hold.
+
+    ``python -m tests.sim.explore --seed SEED`` makes a schedule that fails small.
+    """
+    assert run_virtual(play(draw(random.Random(seed))))
 
 
 def test_an_abort_while_waiting_for_blocks_lets_the_next_request_on() -> None:

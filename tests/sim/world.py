@@ -357,6 +357,7 @@ class World:
         self.look_s = 0.001 if isinstance(asyncio.get_running_loop(), VirtualLoop) else 0.0
         self._make_engine = make_engine
         self._fabric = fabric
+        self.step_s = 0.0  # of workers that are still to be launched
         self.handles: dict[str, InProcessWorker] = {}
         self.supervisor = Supervisor(settings, workers, launcher=self, observer=self)
         self.workers = self.supervisor.workers
@@ -373,6 +374,7 @@ class World:
         self.handles[settings.worker] = InProcessWorker(
             settings, engine, self._fabric, on_message, on_exit, watch_copy=self._watch_copy
         )
+        self.handles[settings.worker].step_s = self.step_s
         return self.handles[settings.worker]
 
     def refuse_to_launch(self, settings: Configure, on_message: OnMessage, on_exit: OnExit) -> InProcessWorker:

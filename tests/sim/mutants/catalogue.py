@@ -104,7 +104,7 @@ MUTANTS = [
         "the queue is not looked at when a worker has made room",
         "disagg.router",
         {"self._dispatch_queue()  # whatever the message was": "pass  # whatever the message was"},
-        scene(CLIENT),
+        scene(CLIENT, is_two_sided=True),
     ),
     # ---------------------------------------------------------------------------------------------------------------- deaths
     Mutant(
@@ -142,6 +142,12 @@ MUTANTS = [
         "disagg.pairs",
         {"            elif worker is probe.pair.prefill:": "            elif False:"},
         scene(Client(0.262, 20, 20, 0, None), Fault("reorder", 0.47, 0, 0.4), Fault("drop", 0.2, 1, 0.8)),
+    ),
+    Mutant(
+        "a probe is sent to the next life of its prefill worker",
+        "disagg.pairs",
+        {"case Reserved() if not self._is_current(pair):": "case Reserved() if False:"},
+        scene(CLIENT, Fault("lag", 0.3, 1, 1.5), Fault("vanish", 0.6, 0, 0.0), Fault("kill", 0.823, 0, 0.0)),
     ),
     # ----------------------------------------------------------------------------------------------------------- the channel
     Mutant(
