@@ -34,6 +34,7 @@ _SHUTDOWN_S = 3.0
 _SILENT_S = 4 * HEARTBEAT_S
 _LOOK_S = 0.25
 _BACKOFF_FIRST_S = 0.2
+_YIELD_S = 1.0  # instead, while others serve on: loading would slow down (by a quarter) the prefills of the streams that were lost
 _BACKOFF_MOST_S = 10.0
 LOST_S = 5.0
 """A message that a worker's Stats have lacked for so long is lost."""
@@ -209,7 +210,8 @@ class Supervisor:
             if worker.ready is None and worker.restarts == 0 and not worker.node:
                 raise StartupError(f"worker {worker.id} could not start: {worker.cause}")
             worker.restarts += 1
-            backoff_s = min(_BACKOFF_MOST_S, _BACKOFF_FIRST_S * 2 ** (len(deaths) - 1))
+            first_s = _YIELD_S if self._others_serve() else _BACKOFF_FIRST_S
+            backoff_s = min(_BACKOFF_MOST_S, first_s * 2 ** (len(deaths) - 1))
             log.warning("worker restarts", worker=worker.id, cause=worker.cause, restarts=worker.restarts, backoff_s=backoff_s)
             await asyncio.sleep(backoff_s)
 
@@ -219,9 +221,12 @@ class Supervisor:
         One of another node never ends this server: the node may join again, better.
         """
         worker.state = WorkerState.GONE
-        can_go_on = bool(worker.node) or (self._config.fallback and any(other.is_ready for other in self.workers))
+        can_go_on = bool(worker.node) or self._others_serve()
         log.error("worker given up", worker=worker.id, cause=worker.cause, others_serve_on=can_go_on)
         return can_go_on
+
+    def _others_serve(self) -> bool:
+        return self._config.fallback and any(worker.is_ready for worker in self.workers)
 
     def _launch(self, worker: WorkerInfo, launcher: Launcher) -> None:
         worker.epoch += 1
