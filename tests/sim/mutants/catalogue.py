@@ -50,7 +50,7 @@ MUTANTS = [
         "a push ignores the peer's epoch",
         "disagg.handoff.memory",
         {"if known is None or known[0] != epoch:": "if known is None:"},
-        scene(Client(0.4, 20, 20, 0, None), Client(0.0, 20, 41, 0, None), Fault("hold", 0.3, 1, 0.7), Fault("kill", 0.5, 1, 1.0)),
+        scene(Client(0.4, 20, 20, 0, None), Client(0.0, 20, 41, 0, None), Fault("hold", 0.3, 1, 1.8), Fault("kill", 0.5, 1, 1.0)),
     ),
     Mutant(
         "decode begins before the bytes have arrived",
