@@ -141,13 +141,19 @@ MUTANTS = [
         "a probe outlives the prefill worker that it was to prove",
         "disagg.pairs",
         {"            elif worker is probe.pair.prefill:": "            elif False:"},
-        scene(Client(0.262, 20, 20, 0, None), Fault("reorder", 0.47, 0, 0.4), Fault("drop", 0.2, 1, 0.8)),
+        scene(
+            Client(0.248, 20, 20, 0, None),
+            Fault("drop", 0.251, 0, 1.1),
+            Fault("reorder", 0.478, 0, 0.7),
+            num_prefill=2,
+            fallback=False,
+        ),
     ),
     Mutant(
         "a probe is sent to the next life of its prefill worker",
         "disagg.pairs",
         {"case Reserved() if not self._is_current(pair):": "case Reserved() if False:"},
-        scene(CLIENT, Fault("lag", 0.3, 1, 1.5), Fault("vanish", 0.6, 0, 0.0), Fault("kill", 0.823, 0, 0.0)),
+        scene(CLIENT, Fault("lag", 0.3, 1, 1.5), Fault("vanish", 0.6, 0, 0.0), Fault("kill", 0.823, 0, 0.0), fallback=False),
     ),
     # ----------------------------------------------------------------------------------------------------------- the channel
     Mutant(
