@@ -96,6 +96,11 @@ class Link(asyncio.Protocol):
         """Beats of the peer are missing, so what it said last may not be true any more."""
         return self._num_silent >= _LATE_BEATS
 
+    @property
+    def has_unsent(self) -> bool:
+        """Something waits for the peer to read."""
+        return self._transport is not None and self._transport.get_write_buffer_size() > 0
+
     def send(self, message: LinkMessage) -> None:
         """Queue a message. A closed link swallows it, since its end has been told."""
         if self._is_closed or self._session is None or self._transport is None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
+import multiprocessing
+import os
 import random
 import sys
 import time
@@ -22,13 +24,14 @@ from tests.sim.mutants.mutate import planted
 from tests.sim.schedules import draw
 from tests.sim.shrink import failure_of, smallest
 
-REPORT_EVERY = 250
+ROUND = 250  # schedules from one report to the next
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0, help="number of the first schedule")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: as many as cores)")
     parser.add_argument("--mutant", default="", help="one of: " + "; ".join(mutant.name for mutant in MUTANTS))
     args = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
@@ -36,28 +39,31 @@ def main() -> None:
     if args.mutant and len(chosen) != 1:
         parser.error(f"{len(chosen)} mutants have {args.mutant!r} in their names")
     with planted(chosen[0]) if chosen else nullcontext():
-        sys.exit(explore(args.minutes, args.seed))
+        sys.exit(explore(args.minutes, args.seed, args.jobs))
 
 
-def explore(minutes: float, first: int) -> int:
+def explore(minutes: float, first: int, jobs: int) -> int:
     """1 when a schedule failed, 0 when the time is over."""
     begun = time.monotonic()
-    for num_played, seed in enumerate(itertools.count(first), 1):
-        schedule = draw(random.Random(seed))
-        if error := failure_of(schedule):
-            print(
-                f"schedule {seed} fails, after {num_played} in {time.monotonic() - begun:.0f} s; making it smaller …", flush=True
-            )
-            schedule = smallest(schedule)
-            traceback.print_exception(failure_of(schedule) or error)
-            print(schedule)
-            return 1
-        took_s = time.monotonic() - begun
-        if num_played % REPORT_EVERY == 0:
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:  # fork: a planted bug is there too
+        for start in itertools.count(first, ROUND):
+            failed = [seed for seed, fails in pool.imap_unordered(fails_at, range(start, start + ROUND), chunksize=5) if fails]
+            took_s = time.monotonic() - begun
+            if failed:
+                print(f"schedule {failed[0]} fails, found in {took_s:.0f} s; making it smaller …", flush=True)
+                schedule = smallest(draw(random.Random(failed[0])))
+                traceback.print_exception(failure_of(schedule))
+                print(schedule)
+                return 1
+            num_played = start + ROUND - first
             print(f"{num_played} schedules in {took_s:.0f} s ({num_played / took_s:.0f}/s), no failure", flush=True)
-        if took_s > minutes * 60:
-            return 0
+            if took_s > minutes * 60:
+                return 0
     return 0
+
+
+def fails_at(seed: int) -> tuple[int, bool]:
+    return seed, failure_of(draw(random.Random(seed))) is not None
 
 
 if __name__ == "__main__":
