@@ -2,10 +2,10 @@
 
     python bench/failover.py [--context 500] [--kills 5] [--json -]
 
-Each round streams a fresh prompt (random ids, so that no prefix cache helps), kills the decode worker after 20 tokens and
-takes the longest gap after that. The prefill that bounds the
-pause is the time to the first token of a prompt of the same length, on the same server. With the prefix cache on, the surviving
-prefill worker still has the prompt's blocks and computes only what was generated since.
+Each round streams a fresh prompt (random ids, so that no prefix cache helps), kills the decode worker at the twentieth token,
+when prompt and answer together have ``--context`` tokens, and takes the longest gap after that. The prefill that bounds the
+pause is the time to the first token of a prompt of that length, on the same server, in turn with the kills. With the prefix
+cache on, the surviving prefill worker still has the prompt's blocks and computes only what was generated since.
 """
 
 from __future__ import annotations
@@ -53,16 +53,18 @@ def measure(context: int, kills: int, *options: str) -> dict[str, object]:
     rng = random.Random()
     with running_server("--max-restarts", "100", *options) as server:
         model = json.loads(server.get("/v1/models"))["data"][0]["id"]
-        prefills = [asyncio.run(stream(server.url, random_prompt(rng, context), 1, model=model)).ttft_s for _ in range(6)]
-        pauses = []
+        asyncio.run(stream(server.url, random_prompt(rng, context), 1, model=model))  # warm-up
+        prefills, pauses = [], []
         for _ in range(kills):
             wait_until_ready(server)
-            pauses.append(one_kill(server, model, random_prompt(rng, context)))
-    prefill_s, pause_s = statistics.median(prefills[1:]), statistics.median(pauses)
+            prefills.append(asyncio.run(stream(server.url, random_prompt(rng, context), 1, model=model)).ttft_s)
+            pauses.append(one_kill(server, model, random_prompt(rng, context - AT_TOKEN)))
+    prefill_s, pause_s = statistics.median(prefills), statistics.median(pauses)
     return {
         "pause_s": round(pause_s, 3),
         "pauses_s": [round(pause, 3) for pause in pauses],
         "prefill_s": round(prefill_s, 3),
+        "prefills_s": [round(prefill, 3) for prefill in prefills],
         "beyond_prefill_s": round(pause_s - prefill_s, 3),
     }
 
