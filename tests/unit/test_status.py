@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,16 +42,18 @@ STATUS = {
 
 
 class Server:
-    """Answers each path with (status, JSON document)."""
+    """Answers each path with (status, JSON document), or what a function says at that moment. ``keys``: those that came."""
 
     def __init__(self) -> None:
         self.answers: dict[str, tuple[int, Any]] = {"/readyz": (200, {"status": "ready"}), "/v1/disagg/status": (200, STATUS)}
-        answers = self.answers
+        self.keys: list[str | None] = []
+        answers, keys = self.answers, self.keys
 
         class Answer(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                keys.append(self.headers["Authorization"])
                 status, document = answers.get(self.path, (404, {}))
-                body = json.dumps(document).encode()
+                body = document().encode() if callable(document) else json.dumps(document).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -128,3 +131,30 @@ def test_nobody_there_is_one_line_and_2(capsys: pytest.CaptureFixture[str]) -> N
     assert "refused" in capsys.readouterr().err
     assert cli.main(["status", "--url", "box:8000"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_nodes_have_a_table_of_their_own(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where workers are on other nodes, the table says on which, and whether the node is there."""
+    far = {**WORKER, "id": "decode-1", "role": "decode", "node": "box-2"}
+    nodes = [{"name": "box-2", "connected": True, "address": "10.0.0.2:5000", "joined": 2, "late_messages": 0}]
+    server.answers["/v1/disagg/status"] = (200, {**STATUS, "workers": [WORKER, far], "nodes": nodes, "degraded": True})
+    assert cli.main(["status", "--url", server.url]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert "(degraded)," in lines[1]
+    assert lines[4][:3] == ["worker", "role", "node"]
+    assert [line[2] for line in lines[5:7]] == ["-", "box-2"]
+    assert ["box-2", "connected", "10.0.0.2:5000", "2"] in lines
+
+
+def test_the_first_key_of_a_file_is_shown_to_the_server(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file may be the server's own, with names and comments; a refusal says what to do."""
+    path = tmp_path / "keys"
+    path.write_text("# ours\n\nme:0123456789abcdef\nyou:fedcba9876543210\n")
+    path.chmod(0o600)
+    assert cli.main(["status", "--url", server.url, "--api-key-file", str(path)]) == 0
+    assert server.keys == ["Bearer 0123456789abcdef"] * 2
+    server.answers["/v1/disagg/status"] = (401, {})
+    assert cli.main(["status", "--url", server.url]) == 2
+    assert "--api-key-file" in capsys.readouterr().err
