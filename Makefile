@@ -50,7 +50,7 @@ venv: $(VENV)/.dev
 # Stamps: set up once, and again when what is to be installed changes.
 $(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing disagg and what serving needs into $(VENV) (torch is large; the first time takes minutes)"
-	@$(PIP) install --constraint constraints.txt --editable .
+	@$(PIP) install --constraint constraints.txt --editable '.[structured]'
 	@$(MAKE) --no-print-directory builtin-model
 	@touch $@
 

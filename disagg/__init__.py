@@ -3,10 +3,13 @@
 The map, in the order a request meets the modules.
 
 Before any request:
-    cli         arguments; ``chat`` is the conversation in a terminal, ``status`` the table of a running server's workers,
-                ``verify`` the proof that disaggregated output equals colocated output
-    settings    TOML, environment and flags become one frozen ``config``, with the origin of each value
+    cli         arguments; ``chat`` is the conversation in a terminal, ``verify`` the proof that disaggregated output equals
+                colocated output; ``doctor`` (with ``speed``) checks the host; ``status`` and ``top`` show a running server, which
+                they ask through ``remote``; ``drain`` lets one finish what it has; ``units`` makes it a systemd service
+    settings    TOML, environment and flags become one frozen ``config``, with the origin of each value; secrets are read by
+                ``credentials``
     serve       the composition root: builds every part below and runs them in one task group
+    notify      what a service manager is told: ready, how it stands, that it lives
     log         structured lines on stderr, from the parent and the workers
     model       finds the model's files and reads what the parent needs of them
     deployment  which workers, on which cores, with how much KV memory, how long a context; refused here or not at all
@@ -20,7 +23,10 @@ A request, in the parent:
     api         HTTP: validates everything, answers with JSON or a stream of events
     text        renders the chat template and tokenises, once; later detokenises and cuts stop strings
     request     what was asked, and the table of states it passes
+    grammar     what its answer may be, where it asks for a form: tried out by ``grammar_process``, then followed
+                by the engine token by token
     router      admits it, walks it through its states, keeps its tokens in case a worker dies; ``routes`` chooses the workers
+    operations  what an operator may do to the requests of a running server
     stream      its tokens on their way back to ``api``, its end, and the way to give it up
     messages    what crosses between parent and worker; ``channel`` carries it in frames over a socket
 
@@ -33,7 +39,8 @@ In the workers:
     handoff     everything that moves a request's KV: protocol, plan, transports, digests
 
 And all along:
-    metrics     counters and stage histograms
+    metrics     counters and histograms (``distribution``); ``vllm_metrics`` shows them by another server's names
+    lifetime    where a request's time went: its stages, its line in the log
     errors      what can go wrong, and whose fault it is
 """
 

@@ -30,6 +30,18 @@ from disagg.errors import DisaggError, StartupError
 READ_TIMEOUT_S = 120.0  # a live stream is never silent for as long: the server sends comments between tokens
 STOP_TIMEOUT_S = 10.0
 _PR_SET_PDEATHSIG = 1
+_PRIVATE = (  # whatever a configuration file says for the server that is meant for others
+    "--host=127.0.0.1",
+    "--api-key-file=",
+    "--tls-cert=",
+    "--tls-key=",
+    "--admin-socket=off",
+    "--max-streams-per-key=0",
+    "--requests-per-minute=0",
+    "--cluster-listen=",
+    "--log-format=json",
+    "--log-level=info",
+)
 _HELP = "/reset  forget the conversation    /quit  leave (or Ctrl-D)    Ctrl-C  stop the answer; at the prompt, leave"
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Not sent to a terminal: a model must not be able to move its cursor or set its title."""
@@ -308,7 +320,7 @@ def _parse(line: str) -> dict[str, Any]:
 @contextlib.contextmanager
 def local_server(serve_arguments: Sequence[str], notices: Console) -> Iterator[LocalServer]:
     """A ready server on a free port, for the length of the context. Raises StartupError with the reason when it ends early."""
-    command = [sys.executable, "-m", "disagg", "serve", "--port=0", *serve_arguments, "--log-format=json", "--log-level=info"]
+    command = [sys.executable, "-m", "disagg", "serve", "--port=0", *serve_arguments, *_PRIVATE]
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGTERM, signal.SIGHUP):
             stack.callback(signal.signal, number, signal.signal(number, _exit))

@@ -1,4 +1,4 @@
-"""The command line: ``disagg serve | worker | chat | verify | status | config``.
+"""The command line: ``disagg serve | worker | chat | verify | doctor | status | top | drain | install-unit | config``.
 
 The flags of the configuration are generated from ``disagg.settings.SETTINGS``: a new field of a config struct is a flag, an
 environment variable, a line of help and a TOML key at once. Nothing here knows a default.
@@ -15,12 +15,15 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from disagg import __version__
 from disagg.config import Config
 from disagg.errors import ConfigError, DisaggError
 from disagg.settings import SETTINGS, Origins, Setting, dump_toml, load_config
+
+if TYPE_CHECKING:
+    from disagg.remote import Remote
 
 _EXAMPLES = """\
 examples:
@@ -31,7 +34,11 @@ examples:
   disagg chat                                      start a server of its own and talk to it
   echo "Why is the sky blue?" | disagg chat        one answer, then exit
   disagg verify --model ./Llama-3.1-8B             disaggregated output equals colocated output: prove it
+  disagg doctor                                    can this host serve, and how fast does it move KV?
   disagg status                                    is it ready, and what is it doing?
+  disagg top                                       the same, live, with tokens per second and percentiles
+  disagg drain --wait                              let it finish what it has, and admit nothing more
+  disagg install-unit --dry-run                    the systemd service for this host
   disagg config show --origin                      every setting, and where it came from
 """
 
@@ -134,8 +141,55 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--json", action="store_true", help="print the result for machines instead of a table")
 
     status = command("status", _status, "show a running server's workers", "Exit code 0: ready; 1: not; 2: no answer.", False)
-    status.add_argument("--url", metavar="URL", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    _add_server(status)
     status.add_argument("--json", action="store_true", help="print the server's answer instead of a table")
+
+    top = command(
+        "top",
+        _top,
+        "watch a running server",
+        "Workers, KV blocks, tokens per second and percentiles of the last seconds, until Ctrl-C.",
+        False,
+    )
+    _add_server(top)
+    top.add_argument("--interval", type=_seconds, metavar="S", default=1.0, help="seconds between frames (default: %(default)g)")
+    top.add_argument("--once", action="store_true", help="print one frame, with figures since the server's start")
+
+    doctor = command(
+        "doctor",
+        _doctor,
+        "check whether this host can serve",
+        "Look for what would keep the server from starting or make it slow, with these settings (the flags of serve apply), and "
+        "measure how fast KV moves. Exit code 0: nothing failed; 1: something did.",
+        with_settings=True,
+    )
+    doctor.add_argument("--json", action="store_true", help="print the findings for machines")
+
+    drain = command(
+        "drain",
+        _drain,
+        "let a running server finish and admit nothing more",
+        "Ask a server on this host, over its admin socket, to admit nothing more; it goes on running. Exit code 0: done; "
+        "1: with --wait, streams are still running; 2: no answer.",
+        False,
+    )
+    drain.add_argument("--url", metavar="URL", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    drain.add_argument("--socket", metavar="PATH", default="", help="its admin socket (default: where --url's server has it)")
+    drain.add_argument("--wait", action="store_true", help="until the last stream has ended")
+    drain.add_argument("--resume", action="store_true", help="admit again")
+
+    install = command(
+        "install-unit",
+        _install_unit,
+        "install a systemd service for this host",
+        "Write the systemd unit, its user, its directories and an example configuration, and say what to do next.",
+        False,
+    )
+    kind = install.add_mutually_exclusive_group()
+    kind.add_argument("--cpu", dest="device", action="store_const", const="cpu", default="auto", help="without access to GPUs")
+    kind.add_argument("--gpu", dest="device", action="store_const", const="gpu", help="with access to the GPUs of this host")
+    install.add_argument("--dir", type=Path, metavar="DIR", default=Path("/"), help="write below DIR (default: %(default)s)")
+    install.add_argument("--dry-run", action="store_true", help="print the files instead of writing them")
 
     config = command("config", None, "inspect the configuration", "Inspect the configuration.", False)
     actions = config.add_subparsers(title="actions", metavar="ACTION", required=True)
@@ -148,6 +202,22 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--origin", action="store_true", help="say in a comment where each value came from")
     show.set_defaults(command=_config_show)
     return parser
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", metavar="URL", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file whose first key is shown to the server")
+
+
+def _seconds(text: str) -> float:
+    """A time between frames. Raises ArgumentTypeError."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
+    return seconds
 
 
 def _settings_parser() -> argparse.ArgumentParser:
@@ -245,7 +315,38 @@ def _as_argv(toml_path: Path | None, flags: dict[str, Any]) -> Iterable[str]:
 def _status(arguments: argparse.Namespace) -> int:
     from disagg import status
 
-    return status.run(arguments.url, as_json=arguments.json)
+    return status.run(_remote(arguments), as_json=arguments.json)
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from disagg import top
+
+    return top.run(_remote(arguments), interval_s=arguments.interval, once=arguments.once)
+
+
+def _remote(arguments: argparse.Namespace) -> Remote:
+    from disagg.remote import Remote
+
+    return Remote.at(arguments.url, arguments.api_key_file)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    config, _ = _load(arguments)
+    from disagg import doctor
+
+    return doctor.run(config, as_json=arguments.json)
+
+
+def _drain(arguments: argparse.Namespace) -> int:
+    from disagg import drain
+
+    return drain.run(url=arguments.url, path=arguments.socket, waits=arguments.wait, resumes=arguments.resume, environ=os.environ)
+
+
+def _install_unit(arguments: argparse.Namespace) -> int:
+    from disagg import units
+
+    return units.run(device=arguments.device, root=arguments.dir, is_dry=arguments.dry_run)
 
 
 def _config_show(arguments: argparse.Namespace) -> int:

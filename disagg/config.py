@@ -21,6 +21,22 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body accepted")] = 8 << 20
     drain_s: Annotated[float, Meta(ge=0, description="seconds that running streams get to finish after SIGTERM or Ctrl-C")] = 30.0
     keepalive_s: Annotated[float, Meta(gt=0, description="seconds between comments on a stream that is silent")] = 10.0
+    api_key_file: Annotated[
+        str,
+        Meta(description="file with the API keys to let in, one on a line, bare or as name:key; empty = no key is needed"),
+    ] = ""
+    insecure: Annotated[bool, Meta(description="listen off loopback without API keys: all who can reach it can use it")] = False
+    tls_cert: Annotated[str, Meta(description="PEM file with the certificate to show, read again on SIGHUP; empty = no TLS")] = ""
+    tls_key: Annotated[str, Meta(description="PEM file with the key of tls_cert; empty = it is in the same file")] = ""
+    cors_origins: Annotated[
+        str, Meta(description="web pages that may call from a browser, such as https://chat.example; * = all, empty = none")
+    ] = ""
+    max_streams_per_key: Annotated[int, Meta(ge=0, description="requests that one API key may have running; 0 = no limit")] = 0
+    requests_per_minute: Annotated[int, Meta(ge=0, description="requests a minute that one API key may send; 0 = no limit")] = 0
+    admin_socket: Annotated[
+        str,
+        Meta(description="Unix socket on which an operator drains and aborts: a path, off, or auto = in the runtime folder"),
+    ] = "auto"
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,6 +46,10 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     name: Annotated[str, Meta(description="name that clients use; empty = taken from the model's files")] = ""
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], Meta(description="type of weights and KV; auto = float32 on CPU")
+    ] = "auto"
+    tool_parser: Annotated[
+        Literal["auto", "hermes", "llama3", "mistral", "none"],
+        Meta(description="how the model writes tool calls; auto = as its chat template shows, none = tools are refused"),
     ] = "auto"
     max_model_len: Annotated[
         int, Meta(ge=0, description="longest prompt + answer in tokens; 0 = what the model allows and memory holds")
@@ -114,6 +134,12 @@ class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least severe line that is logged")] = "info"
 
 
+class MetricsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    compat: Annotated[
+        Literal["none", "vllm"], Meta(description="vllm: also show the figures by the names that dashboards for vLLM plot")
+    ] = "none"
+
+
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     server: ServerConfig = ServerConfig()
     model: ModelConfig = ModelConfig()
@@ -123,6 +149,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     cluster: ClusterConfig = ClusterConfig()
     log: LogConfig = LogConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
 
 def parse_address(text: str) -> tuple[str, int]:

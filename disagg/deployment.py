@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from disagg import grammar
 from disagg.config import Config, parse_size
 from disagg.errors import ConfigError, StartupError
 from disagg.kv import KVLayout
@@ -88,6 +89,7 @@ def plan(
                 verify_kv=config.kv.verify,
                 has_far_peers=is_part or config.handoff.transport == "ucx",
                 handoff=config.handoff,
+                has_grammars=grammar.is_installed(),
                 log=config.log,
             )
         )

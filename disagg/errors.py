@@ -64,6 +64,10 @@ class RequestFailedError(DisaggError):
         self.reason = reason
 
 
+class GrammarError(DisaggError):
+    """A grammar cannot be compiled, or has become too complex to follow. The message says why."""
+
+
 class ProtocolError(DisaggError):
     """A peer process sent something that is not in ``disagg.messages``."""
 

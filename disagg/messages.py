@@ -24,7 +24,7 @@ from disagg.errors import ProtocolError
 from disagg.kv import KVLayout
 from disagg.request import SamplingParams
 
-VERSION = 3
+VERSION = 4
 """Raise it when any struct below changes its fields or their meaning."""
 
 
@@ -56,6 +56,7 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag=True):
     verify_kv: bool = False  # digest every block that is pushed
     has_far_peers: bool = False  # it hands over to, or from, workers that are reached by address
     handoff: HandoffConfig = HandoffConfig()
+    has_grammars: bool = False  # requests may come with one (SamplingParams.grammar)
 
 
 class Connect(msgspec.Struct, frozen=True, array_like=True, tag=True):

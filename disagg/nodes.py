@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from disagg import __version__
+from disagg import __version__, grammar
 from disagg.channel import FrameReader, FrameWriter
 from disagg.config import Config, parse_address
 from disagg.deployment import Deployment, longest_sequence
@@ -54,7 +54,7 @@ class NodeWorker:
     def __init__(self, link: Link, settings: Configure, on_message: OnMessage, on_exit: OnExit) -> None:
         self.id, self.epoch = settings.worker, settings.epoch
         self.pid = 0  # over there, once a beat has told it
-        self.num_sent = 0
+        self._num_queued = self._num_left = 0
         self._link = link
         self._on_message = on_message
         self._on_exit = on_exit
@@ -69,7 +69,14 @@ class NodeWorker:
         """``fds`` stay here. The only descriptor that a worker is ever sent is a peer's pool, which the peer's node has."""
         pool_of = message.peer if isinstance(message, Connect) and message.num_fds else ""
         self._link.send(Data(self.id, self.epoch, self._writer.frame(message), pool_of))
-        self.num_sent += 1
+        self._num_queued += 1
+
+    @property
+    def num_sent(self) -> int:
+        """As of the last time that nothing waited in the link: what still does has not been lost."""
+        if not self._link.has_unsent:
+            self._num_left = self._num_queued
+        return self._num_left
 
     def activity(self) -> tuple[float, bool]:
         """As of the node's last beat. While beats are missing nothing is known, and the lease decides."""
@@ -296,6 +303,7 @@ class Nodes:
             poison=kv.poison,
             verify_kv=kv.verify,
             has_far_peers=True,
+            has_grammars=grammar.is_installed(),
             handoff=msgspec.structs.replace(offered.handoff, stall_s=handoff.stall_s),
         )
 

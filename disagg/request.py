@@ -104,6 +104,7 @@ class FailReason(StrEnum):
     CORRUPTED = "kv_corrupted"
     BROKEN_OUTPUT = "broken_output"
     SHUTDOWN = "shutdown"
+    ABORTED = "aborted"  # by an operator
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -127,6 +128,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids included, unless the client ignores them
     num_logprobs: int | None = None  # None = off; 0 = the chosen token's only; k = also the k best
     num_prompt_logprobs: int | None = None  # the same for every prompt position (turns prefix hits off)
+    grammar: str | None = None  # what may be generated, as disagg.grammar writes it; what ends the answer is no part of it
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,6 +27,7 @@ import structlog
 from disagg.config import SchedulerConfig
 from disagg.errors import OverloadedError, UnavailableError
 from disagg.handoff.protocol import HANDOFF_TABLE, HandoffEvent, HandoffState
+from disagg.lifetime import summary
 from disagg.messages import (
     Abort,
     Commit,
@@ -69,6 +70,10 @@ class RouterMetrics(Protocol):
         """A block that arrived was not the one that was pushed."""
         ...
 
+    def observe_failover(self, reason: FailReason) -> None:
+        """An attempt of a request is lost, and another begins."""
+        ...
+
 
 @dataclass(eq=False, slots=True)
 class _Dispatch:
@@ -86,6 +91,7 @@ class _Dispatch:
     has_prefill_part: bool = True  # prefill computes or copies something of it, or will
     is_at_prefill: bool = False  # and has been told to
     is_decode_gone: bool = False  # decode died: its blocks went with it
+    committed_at: float | None = None  # decode has been told to go on, and nothing has come yet
 
     def move(self, event: HandoffEvent) -> None:
         if self.handoff is not None:
@@ -123,6 +129,7 @@ class Router:
         self._emptied = asyncio.Event()
         self.is_draining = False
         self.num_late_messages = 0
+        self.num_generated_tokens = 0
 
     def __repr__(self) -> str:
         dispatches = ", ".join(f"{d.id}: {d.stream.state}/{d.handoff}" for d in self._dispatches.values())
@@ -154,7 +161,7 @@ class Router:
     def submit(self, request: Request) -> RequestStream:
         """Admit a request. Raises OverloadedError when the queue is full, UnavailableError when nobody can serve it."""
         if self.is_draining:
-            raise UnavailableError("the server is shutting down", retry_after_s=5.0)
+            raise UnavailableError("the server is draining or shutting down", retry_after_s=5.0)
         if not self.can_serve():
             raise UnavailableError("no workers are ready: " + "; ".join(f"{w.id} is {w.state}" for w in self._workers))
         stream = RequestStream(request, self._end_early, self._clock())
@@ -165,6 +172,10 @@ class Router:
             raise OverloadedError(f"{len(self._queue)} requests are waiting already", retry_after_s=1.0)
         return stream
 
+    def streams(self) -> list[RequestStream]:
+        """Those that have not ended, the queued first."""
+        return [*self._queue, *self._by_stream]
+
     async def drain(self) -> None:
         """Admit nothing more and wait until the last stream has ended."""
         self.is_draining = True
@@ -174,7 +185,7 @@ class Router:
 
     def fail_all(self, message: str, reason: FailReason) -> None:
         """End every stream with an error; what workers hold is freed as for an abort."""
-        for stream in list(self._queue) + list(self._by_stream):
+        for stream in self.streams():
             stream.fail(message, reason, self._clock())
             self._end(stream)
 
@@ -288,6 +299,7 @@ class Router:
         self._by_stream[stream] = dispatch
         self._routes.load(decode).num_requests += 1
         stream.num_attempts += 1
+        stream.prefill_worker, stream.decode_worker = prefill.id, decode.id
         if route.is_alone:
             self._begin_prefill(dispatch)
             stream.move(RequestEvent.PREFILL, self._clock())
@@ -330,6 +342,7 @@ class Router:
         if not stream.tokens:
             stream.num_cached_tokens = message.num_cached_tokens
             stream.prompt_logprobs = message.prompt_logprobs
+        self.num_generated_tokens += message.output is not None
         if message.output is None or message.output.finish_reason is not None:
             self._finish(dispatch, message.output)
             return
@@ -337,6 +350,7 @@ class Router:
         stream.move(RequestEvent.FIRST_TOKEN, now)
         if dispatch.handoff is None:
             stream.move(RequestEvent.COMMIT, now)
+            dispatch.committed_at = now
 
     def _pushed(self, dispatch: _Dispatch, message: Pushed) -> None:
         self._prefill_is_done(dispatch)
@@ -350,7 +364,8 @@ class Router:
             self._close(dispatch)
             return
         dispatch.move(HandoffEvent.COMMIT)
-        stream.move(RequestEvent.COMMIT, self._clock())
+        dispatch.committed_at = self._clock()
+        stream.move(RequestEvent.COMMIT, dispatch.committed_at)
         dispatch.decode.send(Commit(dispatch.id, stream.tokens[-1], message.digests))
 
     def _rejected(self, dispatch: _Dispatch, message: Rejected) -> None:
@@ -363,11 +378,16 @@ class Router:
     def _tokens(self, message: Tokens) -> None:
         """The hot path: one call per decode step, one iteration per streamed token."""
         dispatches = self._dispatches
+        self.num_generated_tokens += len(message.outputs)
         for output in message.outputs:
             dispatch = dispatches.get(output.dispatch)
             if dispatch is None or not dispatch.is_current:
                 self.num_late_messages += 1
+                self.num_generated_tokens -= 1
                 continue
+            if dispatch.committed_at is not None:
+                dispatch.stream.first_decodes_s.append(self._clock() - dispatch.committed_at)
+                dispatch.committed_at = None
             if output.finish_reason is None:
                 dispatch.stream.deliver(output)
             else:
@@ -377,10 +397,12 @@ class Router:
         """The worker has ended the sequence by itself; ``output`` is its last token, if it had one."""
         stream, now = dispatch.stream, self._clock()
         if output is not None and output.finish_reason == FinishReason.ERROR:
-            stream.fail("the model's output was not a number", FailReason.BROKEN_OUTPUT, now)
+            message = "no token could be sampled: the model's output was not a number, or the grammar became too complex"
+            stream.fail(message, FailReason.BROKEN_OUTPUT, now)
         else:
             if output is not None:
                 stream.deliver(output)
+            stream.finish_reason = FinishReason.LENGTH if output is None else output.finish_reason
             stream.move(RequestEvent.FINISH, now)
         self._detach(dispatch)
         if dispatch.handoff in (None, HandoffState.COMMITTED):  # else Pushed says when nothing is being written any more
@@ -425,6 +447,7 @@ class Router:
         log.info(
             "request retried", request=stream.request.id, attempt=stream.num_attempts, tokens=len(stream.tokens), cause=message
         )
+        self._metrics.observe_failover(reason)
         dispatch.is_current = False
         del self._by_stream[stream]
         stream.move(RequestEvent.RETRY, self._clock())
@@ -483,6 +506,7 @@ class Router:
 
     def _ended(self, stream: RequestStream) -> None:
         self._metrics.observe_request(stream)
+        (log.warning if stream.error is not None else log.info)("request ended", **summary(stream))
         if not self._queue and not self._by_stream:
             self._emptied.set()
 

@@ -1,13 +1,16 @@
 """The composition root: builds every part, runs them in one task group, and ends them in order.
 
 load the model's description ─▶ plan the workers ─▶ listen ─▶ start workers ─▶ first verified pair = ready
+SIGHUP: read API keys and certificate again
 first signal: drain (no new requests, running streams finish) ─▶ workers end ─▶ exit 0;  second signal: end now
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import itertools
+import os
 import resource
 import secrets
 import signal
@@ -19,23 +22,33 @@ import structlog
 import uvloop
 from aiohttp import web
 
+from disagg import grammar
 from disagg import log as logging_setup
+from disagg.api.admin import AdminListener
 from disagg.api.app import build_app
 from disagg.api.services import Services
-from disagg.config import Config
+from disagg.api.structured import FormChecker
+from disagg.api.tls import certificate
+from disagg.config import Config, ServerConfig
+from disagg.credentials import ApiKeys
 from disagg.deployment import Deployment, free_memory, host_cpus, plan
-from disagg.errors import StartupError
+from disagg.drain import admin_socket
+from disagg.errors import ConfigError, StartupError
 from disagg.launcher import ProcessLauncher
 from disagg.messages import Message
 from disagg.metrics import Metrics, WorkerCollector
 from disagg.model import find_model, read_model_spec
 from disagg.nodes import Nodes
+from disagg.notify import Condition, ServiceManager
+from disagg.operations import Operations
 from disagg.pairs import Pairs
 from disagg.request import FailReason
 from disagg.router import Router
 from disagg.supervisor import Role, Supervisor, WorkerInfo, WorkerState
 from disagg.text.chat_template import load_chat_template
 from disagg.text.tokenizer import load_tokenizer
+from disagg.text.tools import tool_support
+from disagg.vllm_metrics import VllmCollector
 
 log = structlog.get_logger(__name__)
 
@@ -65,11 +78,17 @@ class Server:
         self.config = config
         self.run_id = secrets.token_hex(4)
         self.started = time.monotonic()
+        self.keys = ApiKeys(config.server.api_key_file, os.environ)
+        _refuse_exposure(config.server, has_keys=bool(self.keys))
+        self.certificate = certificate(config.server.tls_cert, config.server.tls_key)
         files = find_model(config.model.path)
         spec = read_model_spec(files)
         self.model_name = config.model.name or files.name
         self.tokenizer = load_tokenizer(files)
         self.chat_template = load_chat_template(files, self.tokenizer)
+        template = None if self.chat_template is None else self.chat_template.source
+        self.tools = tool_support(config.model.tool_parser, template, self.tokenizer)
+        self.forms = FormChecker(config.model.path) if grammar.is_installed() else None
         self.vocab_size = min(spec.vocab_size, self.tokenizer.vocab_size)
         self.deployment: Deployment = plan(
             config,
@@ -100,8 +119,12 @@ class Server:
             fallback=config.workers.fallback,
             stuck_s=config.workers.stuck_s,
         )
-        self.metrics.registry.register(WorkerCollector(self.workers, self.router.counts, lambda: self.router.num_late_messages))
+        self.metrics.registry.register(WorkerCollector(self.workers, self.router))
+        if config.metrics.compat == "vllm":
+            self.metrics.registry.register(VllmCollector(self.metrics, self.workers, self.router, self.model_name))
+        self._manager = ServiceManager(os.environ)
         self._ready = asyncio.Event()
+        self._operations = Operations(self.router, time.monotonic, on_resumed=self._look_if_ready)
         self._first_signal = asyncio.Event()
         self._second_signal = asyncio.Event()
 
@@ -111,9 +134,17 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled, number)
-        runner, url = await self._listen()
+        if self._manager.is_there or self.certificate is not None or self.keys.is_file:
+            loop.add_signal_handler(signal.SIGHUP, self._reload)  # else it ends a server whose terminal has gone
+        services = self._services()
+        runner, url = await self._listen(services)
+        admin: AdminListener | None = None
         try:
+            if self.forms is not None:
+                await self.forms.start()
+            admin = await self._listen_to_admin(services, int(url.rpartition(":")[2]))
             async with asyncio.TaskGroup() as tasks:
+                telling = tasks.create_task(self._manager.keep_told(self._condition), name="service manager")
                 keeping = tasks.create_task(self.supervisor.run(), name="supervisor")
                 if self.nodes is not None:
                     await self.nodes.listen()
@@ -126,6 +157,7 @@ class Server:
                 await runner.cleanup()
                 await self.supervisor.aclose()
                 keeping.cancel()
+                telling.cancel()
         finally:
             if self.nodes is not None:
                 self.nodes.admit_no_more()
@@ -134,6 +166,11 @@ class Server:
             await self.supervisor.aclose()
             if self.nodes is not None:
                 await self.nodes.aclose()
+            if admin is not None:
+                await admin.aclose()
+            if self.forms is not None:
+                await self.forms.aclose()
+            self._manager.close()
 
     # ---------------------------------------------------------------- what the supervisor tells
 
@@ -151,16 +188,14 @@ class Server:
 
     def not_ready(self) -> list[str]:
         """Why requests should go elsewhere; empty when every worker serves and a KV path is verified."""
-        now = asyncio.get_running_loop().time()
-        quiet_s = self.config.workers.stuck_s / 2
         reasons = ["draining"] if self.router.is_draining else []
         for worker in self.workers:
             if (worker.node or worker.state is WorkerState.GONE) and self.router.can_serve():
                 continue  # given up, or its node comes and goes; the others do its work, and the status says so
             if not worker.is_ready:
                 reasons.append(f"{worker.id} is {worker.state}" + (f": {worker.cause}" if worker.cause else ""))
-            elif now - worker.heard_at > quiet_s:
-                reasons.append(f"{worker.id} has made no progress for {now - worker.heard_at:.1f} s")
+            elif quiet_s := self._quiet_s(worker):
+                reasons.append(f"{worker.id} has made no progress for {quiet_s:.1f} s")
         if not self.router.can_serve() and not reasons:
             is_waiting = self.nodes is not None and {Role.PREFILL, Role.DECODE} - {worker.role for worker in self.workers}
             reasons.append(f"no node has joined as {' and '.join(sorted(is_waiting))} yet" if is_waiting else _NO_PATH)
@@ -182,12 +217,31 @@ class Server:
             "requests": self.router.counts(),
         }
 
+    # ---------------------------------------------------------------- what the service manager is told
+
+    def _condition(self) -> Condition:
+        stuck = [worker.id for worker in self.workers if self._quiet_s(worker)]
+        is_ending, is_ready = self._first_signal.is_set(), self._ready.is_set()
+        num_running = sum(self.router.counts().values())
+        if is_ending:
+            text = f"Draining, {num_running} running"
+        elif not is_ready:
+            text = "Starting: " + "; ".join(self.not_ready())
+        elif reasons := self.not_ready():
+            text = "Not ready: " + "; ".join(reasons)
+        else:
+            text = f"Serving {self.model_name}{' (degraded)' if self.router.is_degraded else ''}"
+        return Condition(text, is_progressing=not stuck, is_passing=is_ending or not is_ready)
+
+    def _quiet_s(self, worker: WorkerInfo) -> float:
+        """For how long a worker that should serve has said nothing, if that is too long; else 0."""
+        silent_s = asyncio.get_running_loop().time() - worker.heard_at
+        return silent_s if worker.is_ready and silent_s > self.config.workers.stuck_s / 2 else 0.0
+
     # ---------------------------------------------------------------- start and end
 
-    async def _listen(self) -> tuple[web.AppRunner, str]:
-        """Accept connections already now: /livez answers and /readyz tells what is still loading. Raises StartupError."""
-        config = self.config.server
-        services = Services(
+    def _services(self) -> Services:
+        return Services(
             router=self.router,
             tokenizer=self.tokenizer,
             chat_template=self.chat_template,
@@ -195,12 +249,19 @@ class Server:
             max_model_len=self.deployment.max_model_len,
             vocab_size=self.vocab_size,
             created=int(time.time()),
-            config=config,
+            config=self.config.server,
             registry=self.metrics.registry,
             status=self.status,
             not_ready=self.not_ready,
             metrics=self.metrics,
+            forms=self.forms,
+            tools=self.tools,
+            keys=self.keys,
         )
+
+    async def _listen(self, services: Services) -> tuple[web.AppRunner, str]:
+        """Accept connections already now: /livez answers and /readyz tells what is still loading. Raises StartupError."""
+        config = self.config.server
         runner = web.AppRunner(
             build_app(services),
             handler_cancellation=True,  # a client that leaves cancels its handler, which aborts its request
@@ -210,14 +271,32 @@ class Server:
         )
         await runner.setup()
         try:
-            site = web.TCPSite(runner, config.host, config.port, backlog=1024)
+            tls = self.certificate.context if self.certificate is not None else None
+            site = web.TCPSite(runner, config.host, config.port, backlog=1024, ssl_context=tls)
             await site.start()
         except OSError as error:
             await runner.cleanup()
             raise StartupError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}") from error
         address = runner.addresses[0]
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
-        return runner, f"http://{host}:{address[1]}"
+        return runner, f"{'https' if self.certificate is not None else 'http'}://{host}:{address[1]}"
+
+    async def _listen_to_admin(self, services: Services, port: int) -> AdminListener | None:
+        """Raises StartupError when the operator has named a socket that cannot be had; one of our own choice is let go."""
+        setting = self.config.server.admin_socket
+        path = admin_socket(setting, port, os.environ)
+        if not path:
+            return None
+        listener = AdminListener(path, services, self._operations)
+        try:
+            await listener.listen()
+        except StartupError as error:
+            if setting != "auto":
+                raise
+            log.warning("no admin socket", reason=str(error))
+            return None
+        log.info("admin socket", path=path)
+        return listener
 
     async def _announce(self, url: str) -> None:
         """Say once, on standard output, that requests can come."""
@@ -227,6 +306,7 @@ class Server:
             f"{pair.prefill.id} → {pair.decode.id} over {pair.transport} at {pair.gb_per_s:.1f} GB/s" for pair in self.pairs
         )
         took_s = time.monotonic() - self.started
+        self._manager.ready(self._condition().text)
         log.info("ready", url=url, model=self.model_name, mode=self.deployment.mode, took_s=round(took_s, 1))
         line = f"Ready after {took_s:.1f} s: {url}  {self.model_name}, {self.deployment.mode}: {workers}"
         try:
@@ -246,11 +326,29 @@ class Server:
     def _signalled(self, number: int) -> None:
         name = signal.Signals(number).name
         if not self._first_signal.is_set():
+            self._operations.is_ending = True
+            self._manager.stopping(f"Draining after {name}")
             log.info("draining", signal=name, limit_s=self.config.server.drain_s, streams=self.router.counts())
             self._first_signal.set()
         else:
             log.warning("ending now", signal=name)
             self._second_signal.set()
+
+    def _reload(self) -> None:
+        """What can change without a restart; a file that cannot be used changes nothing."""
+        is_ready = self._ready.is_set()
+        if is_ready:
+            self._manager.reloading()
+        try:
+            if self.keys.is_file:
+                self.keys.load()
+            if self.certificate is not None:
+                self.certificate.load()
+            log.info("reloaded", keys=repr(self.keys))
+        except ConfigError as error:
+            log.error("not reloaded", reason=str(error))
+        if is_ready:
+            self._manager.ready(self._condition().text)
 
     async def _drain(self) -> None:
         """Until every stream has ended, ``drain_s`` is over or a second signal comes; then the rest ends with an error."""
@@ -291,6 +389,22 @@ def _worker_status(worker: WorkerInfo, now: float) -> dict[str, Any]:
         "preemptions": stats.preemptions if stats else 0,
         "steps": stats.steps if stats else 0,
     }
+
+
+def _refuse_exposure(config: ServerConfig, *, has_keys: bool) -> None:
+    """Raises ConfigError for a server that anybody on the network could use, unless that is meant."""
+    if not (has_keys or config.insecure or _is_loopback(config.host)):
+        raise ConfigError(
+            f"server.host = {config.host!r}: everybody who can reach it could use it. Name a file with API keys "
+            "(--api-key-file), listen on 127.0.0.1, or say --insecure if that is meant"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _raise_file_limit() -> None:

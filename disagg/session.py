@@ -16,15 +16,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-import stat
 import struct
 from collections.abc import Callable, Iterator
 from enum import StrEnum
-from pathlib import Path
 
 import msgspec
 
 from disagg import channel
+from disagg.credentials import read_private
 from disagg.errors import ConfigError, LinkError
 from disagg.kv import KVLayout
 from disagg.messages import Configure
@@ -142,12 +141,7 @@ def read_token(path: str) -> bytes:
     """The shared secret in a file. Raises ConfigError when there is none, or when any user of the host can read it."""
     if not path:
         raise ConfigError("cluster.token_file: name a file with the secret that all nodes share")
-    try:
-        token, mode = Path(path).read_bytes().strip(), Path(path).stat().st_mode
-    except OSError as error:
-        raise ConfigError(f"cluster.token_file: cannot read {path}: {error.strerror}") from error
-    if mode & stat.S_IROTH:
-        raise ConfigError(f"cluster.token_file: every user of this host can read {path}: chmod o= {path}")
+    token = read_private(path, "cluster.token_file").strip()
     if len(token) < MIN_TOKEN:
         raise ConfigError(
             f"cluster.token_file: {path} holds {len(token)} bytes, at least {MIN_TOKEN} are needed: openssl rand -hex 32 > {path}"

@@ -39,6 +39,7 @@ _FLAGS = {
     "cluster.tls_ca": "--cluster-tls-ca",
     "log.format": "--log-format",
     "log.level": "--log-level",
+    "metrics.compat": "--metrics-compat",
 }
 """Flags whose plain field name would say too little on a command line."""
 

@@ -9,7 +9,7 @@ import msgspec
 
 from disagg.errors import RequestFailedError
 from disagg.messages import TokenLogprobs, TokenOutput
-from disagg.request import REQUEST_TABLE, FailReason, Request, RequestEvent, RequestState, SamplingParams, advance
+from disagg.request import REQUEST_TABLE, FailReason, FinishReason, Request, RequestEvent, RequestState, SamplingParams, advance
 
 
 class RequestStream:
@@ -26,10 +26,15 @@ class RequestStream:
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.tokens: list[int] = []  # generated so far
         self.entered = [(RequestState.QUEUED, now)]  # every state it has been in, and since when
+        self.key_name = ""  # whose API key it came with, for the log
         self.num_attempts = 0
+        self.prefill_worker = ""  # of the latest attempt
+        self.decode_worker = ""
+        self.first_decodes_s: list[float] = []  # of each attempt that came so far: seconds from its commit to its next token
+        self.finish_reason: str | None = None  # a FinishReason, once it has finished
+        self.error: RequestFailedError | None = None  # why it has failed
         self._on_end = on_end
         self._arrived: list[TokenOutput] = []
-        self._error: RequestFailedError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def __repr__(self) -> str:
@@ -57,8 +62,8 @@ class RequestStream:
 
     async def __anext__(self) -> list[TokenOutput]:
         while not self._arrived:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if self.is_final:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
@@ -69,14 +74,17 @@ class RequestStream:
         arrived, self._arrived = self._arrived, []
         return arrived
 
-    def abort(self) -> None:
-        """The client is gone: free everything everywhere. Harmless when the request has ended."""
+    def abort(self, cause: str = "") -> None:
+        """Free everything everywhere: the client is gone, or is told ``cause``. Harmless when the request has ended."""
         if not self.is_final:
+            if cause:
+                self.error = RequestFailedError(cause, reason=FailReason.ABORTED)
             self._on_end(self, RequestEvent.ABORT)
 
     def stop(self) -> None:
         """The answer is complete, which the worker cannot know (a stop string). Harmless when the request has ended."""
         if not self.is_final:
+            self.finish_reason = FinishReason.STOP
             self._on_end(self, RequestEvent.FINISH)
 
     # ---------------------------------------------------------------- the router's side
@@ -93,7 +101,7 @@ class RequestStream:
         self._wake()
 
     def fail(self, message: str, reason: FailReason, now: float) -> None:
-        self._error = RequestFailedError(message, reason=reason)
+        self.error = RequestFailedError(message, reason=reason)
         self.move(RequestEvent.FAIL, now)
 
     def _wake(self) -> None:

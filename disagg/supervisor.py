@@ -34,7 +34,9 @@ _SHUTDOWN_S = 3.0
 _SILENT_S = 4 * HEARTBEAT_S
 _LOOK_S = 0.25
 _BACKOFF_FIRST_S = 0.2
-_YIELD_S = 1.0  # instead, while others serve on: loading would slow down (by a quarter) the prefills of the streams that were lost
+_YIELD_S = (
+    1.0  # instead, while others serve on: loading would slow down, by a quarter, the prefills of the streams that were lost
+)
 _BACKOFF_MOST_S = 10.0
 LOST_S = 5.0
 """A message that a worker's Stats have lacked for so long is lost."""

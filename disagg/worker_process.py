@@ -18,16 +18,20 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from disagg import grammar
 from disagg import log as logging_setup
 from disagg.channel import ChannelClosed, Connection
 from disagg.errors import DisaggError, ProtocolError, StartupError
+from disagg.grammar import Compiler
 from disagg.handoff.host_pool import create_pool, populate
 from disagg.handoff.shm import ShmTransport
 from disagg.handoff.transport import Transport
 from disagg.handoff.transports import Transports
 from disagg.kv import KVLayout
 from disagg.messages import HEARTBEAT_S, VERSION, Configure, Loading, Message, Ready, Shutdown, StartFailed
-from disagg.model import find_model
+from disagg.model import ModelFiles, find_model
+from disagg.text.grammar_vocabulary import grammar_vocabulary
+from disagg.text.tokenizer import load_tokenizer
 from disagg.worker import Worker
 
 log = structlog.get_logger(__name__)
@@ -65,13 +69,15 @@ def _serve(connection: Connection, settings: Configure) -> None:
     reporter = _LoadingReporter(connection)
     from disagg.engine.load import load_engine  # torch is imported here, after cores and thread counts are set
 
+    files = find_model(settings.model)
     engine = load_engine(
-        find_model(settings.model),
+        files,
         dtype=settings.dtype,
         block_size=settings.block_size,
         vocab_size=settings.vocab_size,
         device=settings.device,
         progress=reporter.report,
+        compiler=_compiler(files) if settings.has_grammars else None,
     )
     layout = engine.layout
     num_blocks = settings.kv_nbytes // layout.block_nbytes
@@ -90,6 +96,13 @@ def _serve(connection: Connection, settings: Configure) -> None:
         _run(connection, worker, transports)
     finally:
         transports.close()
+
+
+def _compiler(files: ModelFiles) -> Compiler:
+    """For requests with a grammar. Made before the first of them comes: it takes a second for a large vocabulary."""
+    if not grammar.is_installed():
+        raise StartupError(f"the server promises grammars, which need llguidance, and this host lacks it: {grammar.INSTALL}")
+    return Compiler(grammar_vocabulary(load_tokenizer(files)))
 
 
 def _far_transport(settings: Configure, layout: KVLayout, pool: memoryview) -> Transport | None:

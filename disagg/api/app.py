@@ -1,4 +1,4 @@
-"""The aiohttp application: routes, and the one middleware that every request passes.
+"""The aiohttp application: routes, and what every request passes: a name, CORS, its key, the key's limits.
 
 Run it with ``handler_cancellation=True`` (aiohttp's default is False outside its test tools), so that a client that leaves
 cancels its handler, and with a keep-alive longer than client pools hold an idle connection (90 s).
@@ -14,7 +14,7 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from disagg.api import health, models
+from disagg.api import auth, cors, docs, health, limits, models, openapi, page, tokenize
 from disagg.api.chat import chat_completions
 from disagg.api.completions import completions
 from disagg.api.errors import Failure, failure_of, http_failure
@@ -30,13 +30,25 @@ _PLAIN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def build_app(services: Services) -> web.Application:
-    app = web.Application(client_max_size=services.config.max_body_bytes, middlewares=[_surface])
+    """Raises ConfigError for ``cors_origins`` that are none."""
+    config = services.config
+    app = web.Application(
+        client_max_size=config.max_body_bytes,
+        middlewares=[_surface, cors.answer_preflight, auth.authenticate, limits.limit],
+    )
     app[SERVICES] = services
+    app[cors.ORIGINS] = origins = cors.Origins(config.cors_origins)
+    app[auth.KEY_REQUESTS] = auth.key_requests(services.registry)
+    app[limits.LIMITS] = limits.Limits(max_streams=config.max_streams_per_key, requests_per_minute=config.requests_per_minute)
     app.on_response_prepare.append(_add_request_id)
+    app.on_response_prepare.append(origins.add_headers)
     app.add_routes(
         [
             web.post("/v1/completions", completions),
             web.post("/v1/chat/completions", chat_completions),
+            web.post("/tokenize", tokenize.tokenize),
+            web.post("/detokenize", tokenize.detokenize),
+            web.get("/tokenizer_info", tokenize.tokenizer_info),
             web.get("/v1/models", models.list_models),
             web.get("/v1/models/{id:.+}", models.get_model),
             web.get("/v1/disagg/status", health.status),
@@ -45,6 +57,9 @@ def build_app(services: Services) -> web.Application:
             web.get("/health", health.readyz),
             web.get("/metrics", health.metrics),
             web.get("/version", health.get_version),
+            web.get("/openapi.json", openapi.openapi),
+            web.get("/docs", docs.docs),
+            web.get("/", page.page),
         ]
     )
     return app

@@ -7,9 +7,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from disagg.api.generate import Shape, serve
+from disagg.api.generate import Calls, Shape, serve
 from disagg.api.logprobs import chat_logprobs
 from disagg.api.services import Services
+from disagg.api.structured import Form, requested_form
+from disagg.api.tools import ToolUse, requested_tools, whole_calls
 from disagg.api.types import ChatBody, ChatMessage, parse_body
 from disagg.api.validate import (
     Answer,
@@ -25,13 +27,26 @@ from disagg.api.validate import (
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _NOT_FOR_TEMPLATES = {"chat_template", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message"}
 
-_decoder = msgspec.json.Decoder(ChatBody)
+decoder = msgspec.json.Decoder(ChatBody)
+
+
+def _whole(text: str, calls: Calls) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls:
+        message |= {"content": text or None, "tool_calls": whole_calls(calls)}
+    return {"message": message}
+
+
+def _piece(text: str, calls: Calls) -> dict[str, Any]:
+    delta: dict[str, Any] = {"content": text} if text else {}
+    return {"delta": delta | {"tool_calls": calls} if calls else delta}
+
 
 _SHAPE = Shape(
     object="chat.completion",
     chunk_object="chat.completion.chunk",
-    whole=lambda text: {"message": {"role": "assistant", "content": text}},
-    piece=lambda text: {"delta": {"content": text} if text else {}},
+    whole=_whole,
+    piece=_piece,
     opening={"delta": {"role": "assistant", "content": ""}},
     logprobs=chat_logprobs,
     has_prompt_ids_in_choice=False,
@@ -44,7 +59,7 @@ async def chat_completions(http: web.Request) -> web.StreamResponse:
 
 def plan(raw: bytes, services: Services) -> Work:
     """The body's requests. Raises InvalidRequestError. Pure, and slow for a long prompt."""
-    body = parse_body(raw, _decoder)
+    body = parse_body(raw, decoder)
     check_shared(body, services)
     _check_unsupported(body)
     check_num_choices(1, body.n or 1)
@@ -52,20 +67,38 @@ def plan(raw: bytes, services: Services) -> Work:
         raise invalid("max_tokens", "must be at least 1")
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "only allowed with logprobs: true")
+    tools = tools_of(body, services)
     answer = Answer(
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         default_max_tokens=None,
         prompt_field="messages",
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         continues=bool(body.continue_final_message),
+        form=_form(body, services, tools),
+        tools=tools,
     )
-    return build_work(mint_id("chatcmpl"), body, services, [_render(body, services)], answer)
+    return build_work(mint_id("chatcmpl"), body, services, [render(body, services, tools)], answer)
 
 
-def _render(body: ChatBody, services: Services) -> list[int]:
+def tools_of(body: ChatBody, services: Services) -> ToolUse | None:
+    """The tools that the answer may call, which the prompt shows. Raises InvalidRequestError."""
+    source = services.chat_template.source if services.chat_template is not None and body.tools else None
+    return requested_tools(body, services.tools, source, can_force=services.forms is not None)
+
+
+def _form(body: ChatBody, services: Services, tools: ToolUse | None) -> Form | None:
+    form = requested_form(body, is_supported=services.forms is not None)
+    if form is not None and tools is not None:
+        raise unsupported(form.param, "not together with tools; send tool_choice: none, or a tool with these parameters")
+    return form if tools is None else tools.form
+
+
+def render(body: ChatBody, services: Services, tools: ToolUse | None) -> list[int]:
     """The prompt's token ids: rendered and tokenised once, whatever n is."""
     if services.chat_template is None:
         raise unsupported("messages", "this model has no chat template; use /v1/completions")
+    if body.chat_template is not None:
+        raise unsupported("chat_template", "templates come with the model and cannot be sent")
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise invalid("continue_final_message", "not allowed together with add_generation_prompt")
@@ -79,6 +112,8 @@ def _render(body: ChatBody, services: Services) -> list[int]:
         add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
         continue_final_message=continues,
         kwargs=kwargs,
+        max_tokens=services.max_model_len,
+        **({} if tools is None else {"tools": tools.offered}),
     )
 
 
@@ -104,11 +139,5 @@ def _message(index: int, message: ChatMessage) -> dict[str, Any]:
 
 
 def _check_unsupported(body: ChatBody) -> None:
-    if body.chat_template is not None:
-        raise unsupported("chat_template", "templates come with the model and cannot be sent")
-    if body.tools and body.tool_choice != "none":
-        raise unsupported("tools", "tools are not supported; leave them out or send tool_choice: none")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice", "tools are not supported")
     if body.functions or body.function_call not in (None, "none", "auto"):
         raise unsupported("functions", "functions are not supported")

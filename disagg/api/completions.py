@@ -10,6 +10,7 @@ from aiohttp import web
 from disagg.api.generate import Shape, serve
 from disagg.api.logprobs import completion_logprobs
 from disagg.api.services import Services
+from disagg.api.structured import requested_form
 from disagg.api.types import CompletionBody, parse_body
 from disagg.api.validate import (
     Answer,
@@ -29,8 +30,8 @@ _decoder = msgspec.json.Decoder(CompletionBody)
 _SHAPE = Shape(
     object="text_completion",
     chunk_object="text_completion",
-    whole=lambda text: {"text": text},
-    piece=lambda text: {"text": text},
+    whole=lambda text, _calls: {"text": text},
+    piece=lambda text, _calls: {"text": text},
     opening=None,
     logprobs=completion_logprobs,
     has_prompt_ids_in_choice=True,
@@ -47,14 +48,20 @@ def plan(raw: bytes, services: Services) -> Work:
     check_shared(body, services)
     if body.suffix:
         raise unsupported("suffix", "insertion is not supported; send the model's own fill-in-the-middle prompt")
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise unsupported("best_of", "only a value equal to n is supported")
+    if body.best_of is not None:
+        if body.best_of < (body.n or 1):
+            raise invalid("best_of", "must be at least n")
+        if body.stream and body.best_of > (body.n or 1):
+            raise invalid("best_of", "more than n cannot be streamed: which are best shows at their end")
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens", "0 is only allowed with echo")
     given = _prompts(body.prompt)
-    check_num_choices(len(given), body.n or 1)
+    check_num_choices(len(given), body.best_of or body.n or 1)
     tokenizer = services.tokenizer
     add_bos = body.add_special_tokens is not False
+    for prompt in given:
+        if isinstance(prompt, str):
+            tokenizer.require_fit(prompt, services.max_model_len, "prompt")
     prompts = [tokenizer.encode(prompt, add_bos=add_bos) if isinstance(prompt, str) else prompt for prompt in given]
     is_scored = body.echo and (body.logprobs is not None or body.max_tokens == 0)
     answer = Answer(
@@ -62,7 +69,10 @@ def plan(raw: bytes, services: Services) -> Work:
         default_max_tokens=DEFAULT_MAX_TOKENS,
         num_logprobs=body.logprobs,
         num_prompt_logprobs=(body.logprobs or 0) if is_scored else None,
+        best_of=body.best_of,
+        logs_stop_token=True,  # who scores a prompt with max_tokens 1 counts on one entry for the generated token
         continues=True,
+        form=requested_form(body, is_supported=services.forms is not None),
     )
     work = build_work(mint_id("cmpl"), body, services, prompts, answer)
     if not body.echo:

@@ -21,19 +21,22 @@ from aiohttp import web
 from disagg.api.answers import json_answer
 from disagg.api.choice import Choice, LoggedToken
 from disagg.api.errors import failure_of
-from disagg.api.services import ARRIVED, REQUEST_ID, SERVICES, Services
+from disagg.api.read import read
+from disagg.api.services import ARRIVED, KEY_NAME, REQUEST_ID, SERVICES, Services
 from disagg.api.sse import EventStream, event, json_text
 from disagg.api.validate import Work
 from disagg.errors import RequestFailedError
+from disagg.lifetime import timings
 from disagg.text.tokenizer import Tokenizer
 
 log = structlog.get_logger(__name__)
 
-LARGE_BODY = 8 * 1024
-"""Bytes. A larger body is parsed and tokenised in a thread: at about 0.2 ms per KB, running streams would feel it."""
-
 _MARK = "\ue000text\ue000"
 """Stands for the text where a chunk is cut into head and tail: private-use characters, so no model's name holds it."""
+
+
+Calls = Sequence[dict[str, Any]]
+"""What is told of tool calls (``disagg.api.tools``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +45,8 @@ class Shape:
 
     object: str
     chunk_object: str
-    whole: Callable[[str], dict[str, Any]]  # the complete text
-    piece: Callable[[str], dict[str, Any]]  # a part of it
+    whole: Callable[[str, Calls], dict[str, Any]]  # the complete text and tool calls
+    piece: Callable[[str, Calls], dict[str, Any]]  # a part of them
     opening: dict[str, Any] | None  # what a choice's stream begins with
     logprobs: Callable[[Tokenizer, Sequence[LoggedToken], int], dict[str, Any]]  # the int: how many of the best
     has_prompt_ids_in_choice: bool  # return_token_ids: prompt_token_ids in each choice, or beside them
@@ -54,9 +57,9 @@ async def serve(http: web.Request, plan: Callable[[bytes, Services], Work], shap
 
     Raises InvalidRequestError, OverloadedError, UnavailableError or RequestFailedError as long as no event has been sent.
     """
-    raw = await http.read()
-    services = http.app[SERVICES]
-    work = plan(raw, services) if len(raw) < LARGE_BODY else await asyncio.to_thread(plan, raw, services)
+    work = await read(http, plan)
+    if work.form is not None and (checker := http.app[SERVICES].forms) is not None:
+        await checker.check(work.form)
     return await _generate(http, work, shape)
 
 
@@ -65,8 +68,9 @@ async def _generate(http: web.Request, work: Work, shape: Shape) -> web.StreamRe
     choices: list[Choice] = []
     try:
         for index, request in enumerate(work.requests):
-            echo = None if work.echo is None else work.echo[index // work.n]
+            echo = None if work.echo is None else work.echo[index // work.num_drawn]
             stream = services.router.submit(request)
+            stream.key_name = http.get(KEY_NAME, "")
             choices.append(Choice(index, stream, services.tokenizer, work.options, echo=echo))
         answer = _Answer(services, work, shape, choices, arrived=http[ARRIVED])
         return await (answer.stream(http) if work.is_streamed else answer.complete())
@@ -98,13 +102,23 @@ class _Answer:
         body = self.body(
             self._shape.object,
             [
-                {"index": choice.index, **self._shape.whole("".join(text)), **self._details(choice)}
-                for choice, text in zip(self._choices, texts)
+                {"index": index, **self._shape.whole("".join(texts[choice.index]), choice.take_calls()), **self._details(choice)}
+                for index, choice in enumerate(self._best())
             ],
         )
         self.add_prompt_ids(body)
+        self._add_timings(body, self._choices[0])
         body["usage"] = self._usage()
         return json_answer(body)
+
+    def _best(self) -> list[Choice]:
+        """The choices to answer with: of each prompt the ``n`` with the highest log-probability per token, best first."""
+        num_drawn, n = self._work.num_drawn, self._work.n
+        if num_drawn == n:
+            return self._choices
+        groups = [self._choices[start : start + num_drawn] for start in range(0, len(self._choices), num_drawn)]
+        ranked = [sorted(group, key=lambda choice: -choice.logprob / max(choice.num_tokens, 1)) for group in groups]
+        return [choice for group in ranked for choice in group[:n]]
 
     async def stream(self, http: web.Request) -> web.StreamResponse:
         writers = [_ChunkWriter(self, choice) for choice in self._choices]
@@ -185,9 +199,12 @@ class _Answer:
             "choices": choices,
         }
 
-    def chunk(self, choice: Choice, text: str) -> dict[str, Any]:
-        entry = {"index": choice.index, **self._shape.piece(text), **self._details(choice)}
-        return self._with_usage(self.body(self._shape.chunk_object, [entry]))
+    def chunk(self, choice: Choice, text: str, calls: Calls = ()) -> dict[str, Any]:
+        entry = {"index": choice.index, **self._shape.piece(text, calls), **self._details(choice)}
+        body = self.body(self._shape.chunk_object, [entry])
+        if choice.finish_reason is not None:
+            self._add_timings(body, choice)
+        return self._with_usage(body)
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         """The chunk that a choice begins with, where the endpoint has one."""
@@ -201,14 +218,20 @@ class _Answer:
         if not self._work.options.return_token_ids:
             return
         for entry in body["choices"]:
+            first = entry["index"] // self._work.n * self._work.num_drawn  # of the same prompt
             place = entry if self._shape.has_prompt_ids_in_choice else body
-            place["prompt_token_ids"] = self._choices[entry["index"]].stream.request.prompt
+            place["prompt_token_ids"] = self._choices[first].stream.request.prompt
+
+    def _add_timings(self, body: dict[str, Any], choice: Choice) -> None:
+        """Where the time went, for a client that asked; it has only one choice then."""
+        if self._work.has_timings:
+            body["timings"] = timings(choice.stream, choice.num_tokens)
 
     @property
     def has_plain_chunks(self) -> bool:
         """Whether chunks differ in nothing but their text."""
         work = self._work
-        return not (work.continuous_usage or work.options.return_token_ids or work.requests[0].params.num_logprobs is not None)
+        return not (work.continuous_usage or work.options.return_token_ids or work.num_logprobs is not None)
 
     def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
         if self._work.continuous_usage:
@@ -219,7 +242,7 @@ class _Answer:
 
     def _details(self, choice: Choice) -> dict[str, Any]:
         """The fields that stand beside a choice's text, in answers and chunks alike."""
-        num_top = choice.stream.request.params.num_logprobs
+        num_top = self._work.num_logprobs
         details: dict[str, Any] = {
             "logprobs": None
             if num_top is None
@@ -233,7 +256,7 @@ class _Answer:
 
     def _usage(self) -> dict[str, Any]:
         """Each prompt counts once, whatever n is; its cached tokens are those its first choice found."""
-        firsts = [choice.stream for choice in self._choices[:: self._work.n]]
+        firsts = [choice.stream for choice in self._choices[:: self._work.num_drawn]]
         num_prompt = sum(len(stream.request.prompt) for stream in firsts)
         num_generated = sum(choice.num_tokens for choice in self._choices)
         return {
@@ -257,15 +280,16 @@ class _ChunkWriter:
 
     def write(self, text: str) -> bytes:
         """The events that ``text`` makes: none if there is nothing to say yet."""
-        if self._has_begun and self._is_plain and self._choice.finish_reason is None:
+        calls = self._choice.take_calls()
+        if self._has_begun and self._is_plain and self._choice.finish_reason is None and not calls:
             return self._head + json_text(text) + self._tail if text else b""
         events = b""
         has_begun, self._has_begun = self._has_begun, True
         if not has_begun and (opening := self._answer.opening(self._choice)) is not None:
             self._answer.add_prompt_ids(opening)
             events = event(opening)
-        if text or self._choice.finish_reason is not None or not self._is_plain:
-            chunk = self._answer.chunk(self._choice, text)
+        if text or calls or self._choice.finish_reason is not None or not self._is_plain:
+            chunk = self._answer.chunk(self._choice, text, calls)
             if not has_begun and not events:
                 self._answer.add_prompt_ids(chunk)
             events += event(chunk)

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from disagg.api.answers import json_answer
 from disagg.api.services import SERVICES, Services
-from disagg.api.validate import unknown_model
+from disagg.api.validate import check_model
 
 
 async def list_models(http: web.Request) -> web.Response:
@@ -17,8 +17,7 @@ async def list_models(http: web.Request) -> web.Response:
 
 async def get_model(http: web.Request) -> web.Response:
     services = http.app[SERVICES]
-    if http.match_info["id"] != services.model_name:
-        raise unknown_model(services)
+    check_model(http.match_info["id"], services)
     return json_answer(_model(services))
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from disagg.api.structured import Forms
 from disagg.config import ServerConfig
+from disagg.credentials import ApiKeys
 from disagg.router import Router
 from disagg.text.chat_template import ChatTemplate
 from disagg.text.tokenizer import Tokenizer
+from disagg.text.tools import ToolSupport
 
 
 class Metrics(Protocol):
@@ -53,6 +56,9 @@ class Services:
     status: Callable[[], dict[str, Any]]  # the body of /v1/disagg/status
     not_ready: Callable[[], list[str]]  # reasons; empty = ready
     metrics: Metrics
+    forms: Forms | None = None  # None: no llguidance here, so answers have no form
+    tools: ToolSupport | None = None  # None: the model calls none, or in no way that is known here
+    keys: ApiKeys = field(default_factory=lambda: ApiKeys("", {}))  # who may ask; without any, everybody
 
 
 SERVICES = web.AppKey("services", Services)
@@ -60,3 +66,5 @@ REQUEST_ID = web.RequestKey("request_id", str)
 """The client's X-Request-Id or one minted here. For logs and answers only."""
 ARRIVED = web.RequestKey("arrived", float)
 """The loop's time when the request came."""
+KEY_NAME = web.RequestKey("key_name", str)
+"""Whose API key the request came with; not there when no key was needed."""

@@ -11,6 +11,8 @@ import msgspec
 
 from disagg.api.choice import TextOptions
 from disagg.api.services import Services
+from disagg.api.structured import Form
+from disagg.api.tools import ToolUse
 from disagg.api.types import MAX_CHOICES, SharedFields
 from disagg.errors import InvalidRequestError
 from disagg.request import Request, SamplingParams
@@ -24,16 +26,20 @@ _GREEDY_BELOW = 1e-5  # logits divided by less overflow float32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One client request, ready to be submitted. Choice ``i`` belongs to prompt ``i // n``."""
+    """One client request, ready to be submitted. Request ``i`` belongs to prompt ``i // num_drawn``."""
 
     id: str
     requests: list[Request]
-    n: int
+    n: int  # choices that each prompt is answered with
+    num_drawn: int  # made of each prompt: more than ``n`` where the best of them are the answer
+    num_logprobs: int | None  # written beside the text; None = none
     options: TextOptions
     echo: list[str] | None = None  # the text of each prompt, to be given back
     is_streamed: bool
+    form: Form | None = None  # of the answers, not compiled yet
     include_usage: bool
     continuous_usage: bool
+    has_timings: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,25 +51,29 @@ class Answer:
     prompt_field: str = "prompt"  # named when it is too long
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
+    best_of: int | None = None
+    logs_stop_token: bool = False
     continues: bool = False  # the answer goes on in the middle of the client's own text
+    form: Form | None = None
+    tools: ToolUse | None = None
 
 
 def check_shared(body: SharedFields, services: Services) -> None:
     """Everything about the shared fields that needs no prompt. Raises InvalidRequestError."""
-    if body.model is not None and body.model != services.model_name:
-        raise unknown_model(services)
+    check_model(body.model, services)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "only allowed with stream: true")
-    if body.response_format is not None and body.response_format.type != "text":
-        raise unsupported("response_format", "only the type text is supported")
-    for field in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
-        if getattr(body, field) is not None:
-            raise unsupported(field, "structured outputs are not supported")
-    _check_ids("stop_token_ids", body.stop_token_ids or (), services)
+    check_ids("stop_token_ids", body.stop_token_ids or (), services)
     biases = body.logit_bias or {}
     if len(biases) > MAX_BIASES:
         raise invalid("logit_bias", f"at most {MAX_BIASES} tokens are allowed")
-    _check_ids("logit_bias", biases, services)
+    check_ids("logit_bias", biases, services)
+
+
+def check_model(model: str | None, services: Services) -> None:
+    if model is not None and model != services.model_name:
+        message = f"this server has only the model '{services.model_name}'"
+        raise InvalidRequestError(message, param="model", code="model_not_found", status=404)
 
 
 def check_num_choices(num_prompts: int, n: int) -> None:
@@ -76,34 +86,45 @@ def build_work(
 ) -> Work:
     """One Request per choice, prompt by prompt. Raises InvalidRequestError."""
     n = body.n or 1
+    num_drawn = answer.best_of or n
     first_seed = secrets.randbits(63) if body.seed is None else body.seed
     ends = () if body.ignore_eos else services.tokenizer.eos_token_ids
     own_ends = dict.fromkeys(body.stop_token_ids or ())
     common = _sampling(body, services, answer, stop_token_ids=tuple({**own_ends, **dict.fromkeys(ends)}))
+    if num_drawn > n and answer.num_logprobs is None:  # the best are known by their log-probabilities
+        common = msgspec.structs.replace(common, num_logprobs=0)
     requests: list[Request] = []
     for prompt in prompts:
-        _check_ids("prompt", prompt, services)
+        check_ids("prompt", prompt, services)
         max_tokens = _max_tokens(len(prompt), answer, services.max_model_len)
         if common.min_tokens > max_tokens:
             raise invalid("min_tokens", f"{common.min_tokens} is more than the {max_tokens} tokens that may be generated")
-        for choice in range(n):  # a prompt draws the same alone and in a list
+        for choice in range(num_drawn):  # a prompt draws the same alone and in a list
             params = msgspec.structs.replace(common, max_tokens=max_tokens, seed=(first_seed + choice) & _SEED_MASK)
             requests.append(Request(id=f"{id}-{len(requests)}", prompt=prompt, params=params))
+    if body.timings and len(requests) > 1:
+        raise invalid("timings", "only allowed with one choice")
     return Work(
         id=id,
         requests=requests,
         n=n,
+        num_drawn=num_drawn,
+        num_logprobs=answer.num_logprobs,
         options=TextOptions(
             stop=_stops(body.stop),
             stop_token_ids=frozenset(own_ends).difference(ends),
             skip_special_tokens=body.skip_special_tokens is not False,
             return_token_ids=bool(body.return_token_ids),
+            logs_stop_token=answer.logs_stop_token,
             continues=answer.continues,
+            tools=answer.tools,
         ),
         echo=echo,
+        form=answer.form,
         is_streamed=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
+        has_timings=bool(body.timings),
     )
 
 
@@ -123,6 +144,7 @@ def _sampling(body: SharedFields, services: Services, answer: Answer, *, stop_to
         stop_token_ids=stop_token_ids,
         num_logprobs=answer.num_logprobs,
         num_prompt_logprobs=answer.num_prompt_logprobs,
+        grammar=None if answer.form is None else answer.form.grammar,
     )
 
 
@@ -165,7 +187,7 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     return stops
 
 
-def _check_ids(param: str, ids: Iterable[int], services: Services) -> None:
+def check_ids(param: str, ids: Iterable[int], services: Services) -> None:
     vocab_size = services.vocab_size
     if any(not 0 <= token < vocab_size for token in ids):
         raise invalid(param, f"token ids go from 0 to {vocab_size - 1}")
@@ -181,8 +203,3 @@ def invalid(param: str, sentence: str) -> InvalidRequestError:
 
 def unsupported(param: str, sentence: str) -> InvalidRequestError:
     return InvalidRequestError(f"{param}: {sentence}", param=param, code="unsupported_value")
-
-
-def unknown_model(services: Services) -> InvalidRequestError:
-    message = f"this server has only the model '{services.model_name}'"
-    return InvalidRequestError(message, param="model", code="model_not_found", status=404)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from disagg.grammar import Matcher
 from disagg.kv import KVLayout
 from disagg.messages import TokenLogprobs
 from disagg.request import SamplingParams
@@ -33,6 +34,7 @@ class Sequence:
     num_cached: int | None = None  # prompt tokens found in the prefix cache when it was first given blocks
     was_whole: bool = False  # KV of all its tokens has existed: computing any but the newest is doing it again
     is_filling: bool = False  # its blocks are being computed here; false once every token but the last has KV
+    matcher: Matcher | None = None  # has read all that was generated; the engine makes it for the first token it samples
 
     @property
     def num_generated(self) -> int:
@@ -68,7 +70,8 @@ class Sample:
     token: int | None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    is_broken: bool = False  # the model's output was not a number: there is no token, and there will be none
+    is_broken: bool = False  # nothing could be sampled: there is no token, and there will be none
+    is_complete: bool = False  # the request's grammar allows nothing after this token
 
 
 class Engine(Protocol):

@@ -11,21 +11,32 @@ from disagg.engine.torch_engine import TorchEngine
 from disagg.engine.weights_gguf import GgufWeights
 from disagg.engine.weights_safetensors import SafetensorsWeights
 from disagg.errors import ConfigError
+from disagg.grammar import Compiler
 from disagg.model import ModelFiles, kv_layout, read_model_spec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def load_engine(files: ModelFiles, *, dtype: str, block_size: int, vocab_size: int, device: str, progress: Progress) -> Engine:
+def load_engine(
+    files: ModelFiles,
+    *,
+    dtype: str,
+    block_size: int,
+    vocab_size: int,
+    device: str,
+    progress: Progress,
+    compiler: Compiler | None = None,
+) -> Engine:
     """Read the model and build its engine.
 
-    ``dtype``: float32 or bfloat16. ``vocab_size``: the tokenizer's; ids at and above it are never sampled. Raises ConfigError,
-    or UnsupportedModelError for weights that do not fit the model's description.
+    ``dtype``: float32 or bfloat16. ``vocab_size``: the tokenizer's; ids at and above it are never sampled. ``compiler``: for
+    requests with a grammar; None = there will be none. Raises ConfigError, or UnsupportedModelError for weights that do not
+    fit the model's description.
     """
     spec = read_model_spec(files)
     layout = kv_layout(spec, dtype, block_size)
     if files.kind == "null":
-        return NullEngine(layout)
+        return NullEngine(layout, compiler)
     if device != "cpu":
         raise ConfigError(f"workers.device: {device!r} is not supported by this version; use cpu")
     if dtype not in _DTYPES:
@@ -40,4 +51,4 @@ def load_engine(files: ModelFiles, *, dtype: str, block_size: int, vocab_size: i
     else:
         with SafetensorsWeights(files, expected) as weights:
             model = build(weights)
-    return TorchEngine(model, layout, vocab_size=vocab_size)
+    return TorchEngine(model, layout, vocab_size=vocab_size, compiler=compiler)

@@ -12,17 +12,22 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg.engine.base import Chunk, Sample
+from disagg.engine.grammar import Grammars
+from disagg.errors import GrammarError
+from disagg.grammar import Compiler, Mask
 from disagg.kv import KVLayout
 from disagg.messages import TokenLogprobs
 
 _FIRST, _NUM = 32, 95  # the printable ASCII characters, so never a stop id
+_IS_LIKELY = np.array([_FIRST <= token < _FIRST + _NUM or token >= 256 for token in range(259)])
 
 
 class NullEngine:
     """``layout`` must be the null model's: 1 layer, 1 head of 8 bytes."""
 
-    def __init__(self, layout: KVLayout) -> None:
+    def __init__(self, layout: KVLayout, compiler: Compiler | None = None) -> None:
         self.layout = layout
+        self._grammars = Grammars(compiler)
         self._pool: npt.NDArray[np.uint8] = np.empty((0, 2, layout.block_size, 8), np.uint8)
 
     def bind(self, pool: memoryview) -> None:
@@ -43,9 +48,13 @@ class NullEngine:
         if not chunk.is_last or params.max_tokens == 0:
             return Sample(None, prompt_logprobs=prompt_logprobs)
         digest = self._digest(sequence.blocks, end)
-        token = _FIRST + digest % _NUM
+        try:
+            token = _choose(digest, self._grammars.allowed(sequence))
+            is_complete = self._grammars.read(sequence, token)
+        except GrammarError:
+            return Sample(None, prompt_logprobs=prompt_logprobs, is_broken=True)
         logprobs = None if params.num_logprobs is None else _logprobs(token, digest, params.num_logprobs)
-        return Sample(token, logprobs, prompt_logprobs)
+        return Sample(token, logprobs, prompt_logprobs, is_complete=is_complete)
 
     def _write(self, chunk: Chunk) -> None:
         positions = np.arange(chunk.start, chunk.start + chunk.num_tokens)
@@ -70,6 +79,16 @@ def _kv_bytes(tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -
         words ^= words >> np.uint64(27)
         rounds.append(words)
     return np.stack(rounds, axis=1).view(np.uint8).reshape(-1, 2, 8)
+
+
+def _choose(digest: int, allowed: Mask | None) -> int:
+    """A printable character; under a grammar one that it allows, or the end, or what else it allows where it does neither."""
+    if allowed is None:
+        return _FIRST + digest % _NUM
+    candidates = np.flatnonzero(allowed & _IS_LIKELY)
+    if not len(candidates):
+        candidates = np.flatnonzero(allowed)
+    return int(candidates[digest % len(candidates)])
 
 
 def _logprobs(token: int, digest: int, num_top: int) -> TokenLogprobs:

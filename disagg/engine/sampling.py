@@ -1,4 +1,4 @@
-"""From logits to tokens: bias, penalties, temperature, min_p, top_k, top_p, one draw.
+"""From logits to tokens: bias, penalties, grammar, temperature, min_p, top_k, top_p, one draw.
 
 A draw is one number of a counter-based generator keyed by (seed, position), put through the inverse of the filtered
 distribution's cumulative sum in token order. So a request draws the same tokens in any batch, in any chunking, after a
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from disagg.grammar import Mask
 from disagg.messages import TokenLogprobs
 from disagg.request import SamplingParams
 
@@ -36,6 +37,7 @@ class Row:
     params: SamplingParams
     tokens: Sequence[int]
     num_prompt: int
+    allowed: Mask | None = None  # by the request's grammar, which has seen to min_tokens too; None = all
 
 
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[tuple[int, TokenLogprobs | None]]:
@@ -88,7 +90,8 @@ def _adjust(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 def _is_adjusted(row: Row) -> bool:
     p = row.params
     penalised = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
-    return penalised or bool(p.logit_bias) or len(row.tokens) - row.num_prompt < p.min_tokens
+    is_limited = row.allowed is not None or len(row.tokens) - row.num_prompt < p.min_tokens
+    return penalised or is_limited or bool(p.logit_bias)
 
 
 def _adjust_row(logits: Tensor, row: Row) -> None:
@@ -106,7 +109,9 @@ def _adjust_row(logits: Tensor, row: Row) -> None:
         ids = torch.tensor(list(counts), device=logits.device)
         penalties = [params.presence_penalty + params.frequency_penalty * count for count in counts.values()]
         logits[ids] -= torch.tensor(penalties, device=logits.device)
-    if len(row.tokens) - row.num_prompt < params.min_tokens:
+    if row.allowed is not None:
+        logits.masked_fill_(torch.from_numpy(~row.allowed[:size]).to(logits.device), -math.inf)
+    elif len(row.tokens) - row.num_prompt < params.min_tokens:
         logits[[token for token in params.stop_token_ids if token < size]] = -math.inf
 
 

@@ -217,6 +217,6 @@ class Scheduler:
         if sample.token is None:
             return FinishReason.LENGTH
         sequence.tokens.append(sample.token)
-        if sample.token in params.stop_token_ids and sequence.num_generated > params.min_tokens:
+        if sample.is_complete or (sample.token in params.stop_token_ids and sequence.num_generated > params.min_tokens):
             return FinishReason.STOP
         return FinishReason.LENGTH if sequence.num_generated >= params.max_tokens else None

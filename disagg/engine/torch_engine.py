@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from disagg.engine.base import Chunk, Sample
+from disagg.engine.grammar import Grammars
 from disagg.engine.llama import Llama
 from disagg.engine.sampling import Row, sample, score
+from disagg.errors import GrammarError
+from disagg.grammar import Compiler
 from disagg.kernels.paged import Work, make_plan, plan_order
 from disagg.kv import KVLayout
 from disagg.messages import TokenLogprobs
 
+_NO_SAMPLE = Sample(None)
+_BROKEN = Sample(None, is_broken=True)
 _SCORE_ROWS = 256
 """Prompt rows scored at once: with a vocabulary of 50,000 their float32 logits are 50 MB."""
 
@@ -19,8 +26,9 @@ _SCORE_ROWS = 256
 class TorchEngine:
     """``vocab_size``: the tokenizer's; ids at and above it are never sampled."""
 
-    def __init__(self, model: Llama, layout: KVLayout, *, vocab_size: int) -> None:
+    def __init__(self, model: Llama, layout: KVLayout, *, vocab_size: int, compiler: Compiler | None = None) -> None:
         self.layout = layout
+        self._grammars = Grammars(compiler)
         self._model = model
         self._vocab_size = min(vocab_size, model.spec.vocab_size)
         self._pool: Tensor | None = None
@@ -36,25 +44,41 @@ class TorchEngine:
     @torch.inference_mode()
     def step(self, batch: list[Chunk]) -> list[Sample]:
         hidden = self.forward(batch)
-        ends, rows = [], []
-        for index, chunk in enumerate(batch):
-            if chunk.is_last and chunk.sequence.params.max_tokens > 0:
-                ends.append(index)
-                rows.append(Row(chunk.sequence.params, chunk.sequence.tokens, chunk.sequence.num_prompt))
-        results: dict[int, tuple[int, TokenLogprobs | None]] = {}
-        broken: set[int] = set()
-        if rows:
-            logits = self.logits(torch.stack([hidden[index][-1] for index in ends]))
-            is_finite = logits.isfinite().all(dim=-1)
-            if not is_finite.all():
-                kept = is_finite.nonzero()[:, 0].tolist()
-                broken = set(ends) - {ends[row] for row in kept}
-                logits, ends, rows = logits[kept], [ends[row] for row in kept], [rows[row] for row in kept]
-            results = dict(zip(ends, sample(logits, rows)))
+        sampled = self._sample(batch, hidden)
         samples = []
         for index, chunk in enumerate(batch):
-            token, logprobs = results.get(index, (None, None))
-            samples.append(Sample(token, logprobs, self._score_prompt(chunk, hidden[index]), index in broken))
+            sample = sampled.get(index, _NO_SAMPLE)
+            scores = self._score_prompt(chunk, hidden[index])
+            samples.append(sample if scores is None else replace(sample, prompt_logprobs=scores))
+        return samples
+
+    def _sample(self, batch: list[Chunk], hidden: list[Tensor]) -> dict[int, Sample]:
+        """By its place in ``batch``, the sample of each chunk that ends a sequence which is to go on."""
+        samples: dict[int, Sample] = {}
+        ends, rows = [], []
+        for index, chunk in enumerate(batch):
+            sequence = chunk.sequence
+            if not chunk.is_last or sequence.params.max_tokens == 0:
+                continue
+            samples[index] = _BROKEN  # until it turns out to be better
+            try:
+                allowed = self._grammars.allowed(sequence)
+            except GrammarError:
+                continue
+            rows.append(Row(sequence.params, sequence.tokens, sequence.num_prompt, allowed))
+            ends.append(index)
+        if not rows:
+            return samples
+        logits = self.logits(torch.stack([hidden[index][-1] for index in ends]))
+        is_finite = logits.isfinite().all(dim=-1)
+        if not is_finite.all():
+            kept = is_finite.nonzero()[:, 0].tolist()
+            logits, ends, rows = logits[kept], [ends[row] for row in kept], [rows[row] for row in kept]
+        for index, (token, logprobs) in zip(ends, sample(logits, rows)):
+            try:
+                samples[index] = Sample(token, logprobs, is_complete=self._grammars.read(batch[index].sequence, token))
+            except GrammarError:
+                continue
         return samples
 
     @torch.inference_mode()

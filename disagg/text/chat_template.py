@@ -55,6 +55,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise UnsupportedModelError(f"the model's chat template does not compile: {error}") from error
+        self.source = source
         self._tokenizer = tokenizer
         self._special_names = special_names
 
@@ -66,12 +67,14 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: dict[str, Any] | None = None,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """The prompt's ids. BOS is the template's business: none is added here.
 
         ``continue_final_message`` ends the prompt with the last message's text, open for more; it excludes
         ``add_generation_prompt``. ``kwargs`` are further variables of the template. Raises InvalidRequestError for messages
-        that the template refuses or cannot render, with its reason, and for ``kwargs`` that would replace what is ours.
+        that the template refuses or cannot render, with its reason, for ``kwargs`` that would replace what is ours, and for
+        a prompt that is far longer than ``max_tokens`` (one that is a little longer comes back as it is).
         """
         if reserved := sorted((_RESERVED | self._special_names.keys()) & (kwargs or {}).keys()):
             raise InvalidRequestError(f"chat_template_kwargs cannot set {reserved[0]!r}", param="chat_template_kwargs")
@@ -97,7 +100,11 @@ class ChatTemplate:
         except _TEMPLATE_ERRORS as error:
             reason = self._tokenizer.unmark(str(error))[:300] or type(error).__name__
             raise InvalidRequestError(f"the chat template refuses these messages: {reason}", param="messages") from error
-        return self._tokenizer.encode_trusted(_cut_at_end(text) if continue_final_message else text)
+        if continue_final_message:
+            text = _cut_at_end(text)
+        if max_tokens is not None:
+            self._tokenizer.require_fit(text, max_tokens, "messages")
+        return self._tokenizer.encode_trusted(text)
 
 
 def load_chat_template(files: ModelFiles, tokenizer: Tokenizer) -> ChatTemplate | None:

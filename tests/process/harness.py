@@ -6,10 +6,11 @@ import contextlib
 import http.client
 import json
 import signal
+import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,7 +35,9 @@ class Server:
         self.ready_line = self.process.stdout.readline()
         if not self.ready_line:
             raise AssertionError(f"no ready line; exit code {self.process.wait(DEADLINE_S)}")
-        self.url = next(word for word in self.ready_line.split() if word.startswith("http://"))
+        self.url = next(word for word in self.ready_line.split() if word.startswith(("http://", "https://")))
+        self.headers: dict[str, str] = {}  # sent with every request
+        self.tls: ssl.SSLContext | None = None  # whom to trust, where the URL is https
         self.children = psutil.Process(self.process.pid).children(recursive=True)
 
     def close(self) -> None:
@@ -48,7 +51,8 @@ class Server:
     def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
         connection = self.connect()
         try:
-            connection.request(method, path, json.dumps(body) if body is not None else None, {"Content-Type": "application/json"})
+            text = json.dumps(body) if body is not None else None
+            connection.request(method, path, text, {"Content-Type": "application/json", **self.headers})
             answer = connection.getresponse()
             text = answer.read().decode()
             return answer.status, json.loads(text) if "json" in answer.headers.get("Content-Type", "") else text
@@ -70,14 +74,18 @@ class Server:
 
     def connect(self) -> http.client.HTTPConnection:
         parts = urlsplit(self.url)
-        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=DEADLINE_S)
+        if self.tls is None:
+            connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=DEADLINE_S)
+        else:
+            connection = http.client.HTTPSConnection(parts.hostname, parts.port, timeout=DEADLINE_S, context=self.tls)
         if self._host is not None:
             with self._host.entered():
                 connection.connect()
         return connection
 
     def stream(self, prompt: Any, max_tokens: int, **fields: Any) -> Stream:
-        return Stream(self.connect(), {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True, **fields})
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True, **fields}
+        return Stream(self.connect(), body, self.headers)
 
     def is_empty(self) -> bool:
         """Every block free or cached, nothing queued or running."""
@@ -130,9 +138,9 @@ class Node:
 class Stream:
     """One open SSE stream."""
 
-    def __init__(self, connection: http.client.HTTPConnection, body: dict[str, Any]) -> None:
+    def __init__(self, connection: http.client.HTTPConnection, body: dict[str, Any], headers: Mapping[str, str] = {}) -> None:
         self.connection = connection
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json", **headers})
         self.answer = connection.getresponse()
         self.events: list[str] = []
 

@@ -15,14 +15,15 @@ FURTHER = 24  # tokens that the streams still have to come when a worker is kill
 PROMPTS = ("The history of the bicycle begins", "A short list of things that grow in a garden in spring:")
 GREEDY = {"temperature": 0}
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "frequency_penalty": 0.3, "repetition_penalty": 1.1}
+FORMED = {**SEEDED, "structured_outputs": {"regex": "([a-z]{2,9} [0-9]{3}, ){200}"}}
 
 
 def open_streams(running: Server, num_tokens: int) -> list[Stream]:
-    """Greedy and seeded ones side by side; penalties make a draw depend on where the prompt ended."""
+    """Greedy, seeded and formed ones; penalties make a draw depend on where the prompt ended, a form on all since then."""
+    asked = [(prompt, sampling) for prompt in PROMPTS for sampling in (GREEDY, SEEDED)]
     return [
         running.stream(prompt, num_tokens, ignore_eos=True, return_token_ids=True, **sampling)
-        for prompt in PROMPTS
-        for sampling in (GREEDY, SEEDED)
+        for prompt, sampling in [(PROMPTS[0], FORMED), *asked]
     ]
 
 

@@ -31,7 +31,7 @@ from disagg.kv import KVLayout
 from disagg.launcher import OnExit, OnMessage
 from disagg.messages import HEARTBEAT_S, VERSION, Configure, Message, Ready, Reserved, Shutdown, StartFailed
 from disagg.pairs import Pairs
-from disagg.request import Request, SamplingParams
+from disagg.request import FailReason, Request, SamplingParams
 from disagg.router import Router
 from disagg.stream import RequestStream
 from disagg.supervisor import Supervisor, WorkerInfo
@@ -333,12 +333,16 @@ class NoMetrics:
         self.requests: list[RequestStream] = []
         self.transfers: list[int] = []
         self.num_corrupted = 0
+        self.failovers: list[FailReason] = []
 
     def observe_request(self, stream: RequestStream) -> None:
         self.requests.append(stream)
 
     def observe_corrupted_block(self) -> None:
         self.num_corrupted += 1
+
+    def observe_failover(self, reason: FailReason) -> None:
+        self.failovers.append(reason)
 
     def observe_transfer(self, transport: str, nbytes: int, seconds: float) -> None:
         self.transfers.append(nbytes)

@@ -12,6 +12,8 @@ from tests.unit.api.fakes import EOS, TOKENIZER, FakeRouter, async_test, says, s
 class RecordingTemplate:
     """Stands for the model's template: keeps what it is given."""
 
+    source = ""
+
     def __init__(self) -> None:
         self.calls: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
 
@@ -92,7 +94,8 @@ async def test_messages_reach_the_template_as_it_knows_them() -> None:
         {"role": "assistant", "content": None, "tool_calls": calls},
         {"role": "tool", "content": "42", "tool_call_id": "c1"},
     ]
-    assert options == {"add_generation_prompt": True, "continue_final_message": False, "kwargs": {"enable_thinking": False}}
+    assert (options["add_generation_prompt"], options["continue_final_message"]) == (True, False)
+    assert options["kwargs"] == {"enable_thinking": False}
     assert (continuing["add_generation_prompt"], continuing["continue_final_message"]) == (False, True)
     assert (bare["add_generation_prompt"], bare["continue_final_message"]) == (False, False)
 

@@ -17,7 +17,8 @@ from tests.unit.api.fakes import EOS, TOKENIZER, end, tokens
 
 
 def make_choice(*stop: str, logprobs: bool = True, min_tokens: int = 0, echo: str | None = None, **options: Any) -> Choice:
-    params = SamplingParams(max_tokens=100, num_logprobs=0 if logprobs else None, min_tokens=min_tokens)
+    ends = (EOS, 98) if "stop_token_ids" in options else (EOS,)
+    params = SamplingParams(max_tokens=100, num_logprobs=0 if logprobs else None, min_tokens=min_tokens, stop_token_ids=ends)
     request = Request(id="r-0", prompt=TOKENIZER.encode(echo or "x"), params=params)
     stream = RequestStream(request, lambda stream: None, 0.0)
     return Choice(0, stream, TOKENIZER, TextOptions(stop=stop, **options), echo=echo)

@@ -111,6 +111,30 @@ async def test_choices_are_prompt_major_with_a_seed_each() -> None:
 
 
 @async_test
+async def test_the_best_of_several_are_answered() -> None:
+    """best_of choices are drawn of each prompt, the n with the highest log-probability per token answered, all counted.
+
+    The log-probabilities that the choice needs are not in the answer unless they were asked for.
+    """
+    lengths = iter((3, 1, 2, 2, 3, 1))  # a token's log-probability falls with its place, so the shortest text is the best
+
+    def script(request: Request) -> list[Any]:
+        return [tokens(chr(request.prompt[0]) * next(lengths), logprobs=True)]
+
+    router = FakeRouter(script)
+    async with serving(router) as client:
+        answer = await client.complete(prompt=["a", "b"], n=2, best_of=3, return_token_ids=True)
+        router.script = lambda request: [tokens("z", logprobs=True)]
+        logged = await client.complete(prompt="a", best_of=2, logprobs=1)
+    assert [choice["text"] for choice in answer["choices"]] == ["a", "aa", "b", "bb"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [choice["logprobs"] for choice in answer["choices"]] == [None] * 4
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [[97], [97], [98], [98]]
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (2, 12)
+    assert logged["choices"][0]["logprobs"]["tokens"] == ["z"]
+
+
+@async_test
 async def test_seeds_stay_in_63_bits() -> None:
     """The largest seed wraps, a negative one is taken."""
     router = FakeRouter(says("x"))
@@ -176,6 +200,23 @@ async def test_scoring_generates_nothing() -> None:
     assert answer["usage"]["completion_tokens"] == 0
     assert (echoed["choices"][0]["text"], echoed["choices"][0]["logprobs"]) == ("abc", None)
     assert router.streams[0].request.params.num_prompt_logprobs == 2
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@async_test
+async def test_every_generated_token_has_an_entry(is_streamed: bool) -> None:
+    """Also the one that ends the text: who scores a prompt with max_tokens 1 takes the last entry for the generated token."""
+    async with serving(FakeRouter(lambda request: [[end()]])) as client:
+        fields = {"prompt": "ab", "max_tokens": 1, "echo": True, "logprobs": 1}
+        if is_streamed:
+            (choice,) = (await client.complete_events(**fields))[-1]["choices"]
+        else:
+            (choice,) = (await client.complete(**fields))["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")
+    assert choice["logprobs"]["tokens"] == ["a", "b", "<|im_end|>"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -0.1]
+    assert choice["logprobs"]["top_logprobs"][2] == {"<|im_end|>": -0.1}
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2]
 
 
 @async_test

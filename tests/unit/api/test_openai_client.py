@@ -31,7 +31,7 @@ async def test_whole_answers() -> None:
         completion = await sdk.completions.create(model=MODEL, prompt=["a", "b"], n=2, logprobs=1)
         chat = await sdk.chat.completions.create(model=MODEL, messages=HELLO, n=2, logprobs=True, top_logprobs=1)
     assert [choice.text for choice in completion.choices] == ["hö"] * 4
-    assert completion.choices[3].logprobs.tokens == ["h", "bytes:\\xc3", "bytes:\\xb6"]
+    assert completion.choices[3].logprobs.tokens == ["h", "bytes:\\xc3", "bytes:\\xb6", "<|im_end|>"]
     assert [choice.message.content for choice in chat.choices] == ["hö"] * 2
     assert chat.choices[0].logprobs.content[0].top_logprobs[0].token == "h"
     assert chat.usage.prompt_tokens_details.cached_tokens == 0

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import CapturingLogger
 
-from disagg.api import chat, completions
+from disagg.api import chat, completions, types
 from disagg.api.errors import failure_of
 from disagg.api.validate import Work
 from disagg.errors import InvalidRequestError
@@ -49,6 +52,8 @@ SHARED_FAULTS = [
     *[("response_format", value) for value in ({"type": "json_object"}, {"type": "json_schema"}, {"type": "zzz"}, "text")],
     *[(field, "x") for field in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")],
     *[(field, "yes") for field in ("ignore_eos", "skip_special_tokens", "return_token_ids")],
+    *[("priority", value) for value in (1.5, "x")],
+    *[("user", value) for value in (1, {})],
 ]  # fmt: skip
 
 
@@ -69,7 +74,7 @@ def test_a_wrong_shared_field_is_named(field: str, value: Any, is_chat: bool) ->
         *[("prompt", value) for value in (None, 3, "", [], [[]], [1, "a"], [[1], "a"], [1.5], [True], [-1], {}, [[1], []])],
         ("prompt", [10**20]),
         *[("logprobs", value) for value in (-1, 21, True, 1.5)],
-        *[("best_of", value) for value in (0, 2)],
+        *[("best_of", value) for value in (0, 129, 1.5, "x")],
         ("suffix", "x"),
         ("echo", "x"),
         ("add_special_tokens", "x"),
@@ -83,6 +88,27 @@ def test_a_wrong_completion_field_is_named(field: str, value: Any) -> None:
     error = refusal({**body, field: value})
     assert error.param is not None
     assert error.param.startswith(field)
+
+
+@pytest.mark.parametrize("change", [{"n": 3, "best_of": 2}, {"n": 1, "best_of": 2, "stream": True}, {"best_of": 128}])
+def test_the_best_of_fewer_or_of_a_stream_or_of_too_many_are_refused(change: dict[str, Any]) -> None:
+    """best_of is at least n, more than n only in whole answers, and counts as choices: two prompts make 256 of 128."""
+    assert refusal({"prompt": ["a", "b"], **change}).param in ("best_of", "n")
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_unknown_fields_are_ignored_with_a_line_in_the_debug_log(is_chat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their names, cut short, and never their values; a name that is not UTF-8 is no reason to refuse either."""
+    lines = CapturingLogger()
+    everything = structlog.make_filtering_bound_logger(logging.DEBUG)
+    monkeypatch.setattr(types, "log", structlog.wrap_logger(lines, processors=[], wrapper_class=everything))
+    plan = chat.plan if is_chat else completions.plan
+    body = json.dumps({"messages": USER} if is_chat else {"prompt": "a"}).encode()
+    plan(body[:-1] + b', "zz": "secret", "%s": 1}' % LONG.encode(), SERVICES)
+    plan(body[:-1] + b', "\xff": 1}', SERVICES)
+    ((method, _, line),) = lines.calls
+    assert (method, line["fields"]) == ("debug", [LONG[:40], "zz"])
+    assert "secret" not in str(line)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +134,8 @@ def test_a_wrong_completion_field_is_named(field: str, value: Any) -> None:
         ("chat_template_kwargs", {"chat_template_kwargs": {"chat_template": "{{ x }}"}}),
         ("chat_template_kwargs", {"chat_template_kwargs": {"messages": []}}),
         ("chat_template_kwargs", {"chat_template_kwargs": 3}),
-        ("tools", {"tools": [{"type": "function"}]}),
-        ("tools", {"tools": [{"type": "function"}], "tool_choice": "auto"}),
+        ("tools[0].function", {"tools": [{"type": "function"}]}),
+        ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
         ("tool_choice", {"tool_choice": "required"}),
         ("functions", {"functions": [{"name": "f"}]}),
     ],
@@ -178,6 +204,20 @@ async def test_a_prompt_that_is_too_long_is_refused_with_both_numbers() -> None:
     assert "11 were requested (8 in the prompt, at least 3 for the answer)" in both["message"]
     assert (alone["param"], chats["param"]) == ("prompt", "messages")
     assert [stream.request.params.max_tokens for stream in router.streams] == [2, 2, 0]
+
+
+def test_a_prompt_that_no_tokens_could_hold_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoding takes seconds per megabyte: a text with more characters than the context's tokens can have is not encoded."""
+
+    def never(*_: Any, **__: Any) -> list[int]:
+        raise AssertionError("encoded")
+
+    monkeypatch.setattr(TOKENIZER, "encode", never)
+    monkeypatch.setattr(TOKENIZER, "encode_trusted", never)
+    text = "x" * 100_000
+    for error in (refusal({"prompt": ["x", text]}), refusal({"messages": [{"role": "user", "content": text}]}, is_chat=True)):
+        assert error.code == "context_length_exceeded"
+        assert "256 tokens" in str(error)
 
 
 @async_test
