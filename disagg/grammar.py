@@ -33,6 +33,7 @@ Mask = npt.NDArray[np.bool_]
 
 _NUM_COMPILED = 64
 _LOOK_AHEAD = 64  # bytes
+_LONGEST_MESSAGE = 280
 _FORM = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """How JSON is written: on one line, a space after a comma or colon or none. Where any whitespace may stand, small models write it
 until their answer is cut."""
@@ -86,7 +87,7 @@ def lark_or_gbnf(rules: str) -> str:
     try:
         return lark(any_to_lark(rules))
     except Exception as error:  # it raises several kinds, all for what it reads
-        raise GrammarError(f"the rules cannot be read: {_first_line(str(error))}") from error
+        raise GrammarError(f"the rules cannot be read: {_one_line(str(error))}") from error
 
 
 def literal(text: str) -> str:
@@ -145,7 +146,7 @@ class Compiler:
 
         compiled = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
         if compiled.is_error():
-            raise GrammarError(_first_line(compiled.get_error()))
+            raise GrammarError(_one_line(compiled.get_error()))
         return compiled
 
 
@@ -157,7 +158,7 @@ class Matcher:
         self.is_complete = False  # nothing may follow: the answer is whole
         self._matcher = matcher
         self._vocabulary = vocabulary
-        self._stops = list(stop_token_ids)
+        self._stops = [token for token in stop_token_ids if token < len(vocabulary.tokens)]
         # Of the client's own, an ordinary token is text like any other: it ends an answer wherever the grammar lets it stand.
         self._ends = [token for token in self._stops if token in vocabulary.special or token in vocabulary.ends]
 
@@ -179,8 +180,10 @@ class Matcher:
             longer = mask.copy()
             longer[self._stops] = False
             mask = longer if longer.any() else mask
-        if is_whole and not mask.any():  # an empty answer, and the client wants no end of sequence: there is nothing else
-            mask[vocabulary.ends[0]] = True
+        if not mask.any():
+            if not (is_whole and vocabulary.ends):
+                raise GrammarError(f"after {self.num_read} tokens: no token of this model fits")
+            mask[vocabulary.ends[0]] = True  # an empty answer, whose client wants no end of sequence: there is nothing else
         return mask
 
     def read(self, tokens: Sequence[int]) -> None:
@@ -196,7 +199,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise GrammarError(f"after {self.num_read} tokens: {_first_line(self._matcher.get_error())}")
+            raise GrammarError(f"after {self.num_read} tokens: {_one_line(self._matcher.get_error())}")
 
 
 class _Table:
@@ -224,5 +227,6 @@ class _Table:
         return found
 
 
-def _first_line(message: str) -> str:
-    return message.strip().partition("\n")[0]
+def _one_line(message: str) -> str:
+    """Fit for an answer; the reason often stands in its last lines, below a drawing of the place."""
+    return " ".join(message.split())[:_LONGEST_MESSAGE]

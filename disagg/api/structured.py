@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -86,7 +87,7 @@ class FormChecker:
         """Begin to load the vocabulary, so that the first form need not wait for it."""
         if self._process is None:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "disagg.grammar_process", self._model),
+                *(sys.executable, "-m", "disagg.grammar_process", self._model, str(os.getpid())),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 start_new_session=True,  # the terminal's signals are for the server
@@ -135,6 +136,7 @@ class FormChecker:
         if line:
             return str(json.loads(line))
         await self.aclose()
+        await self.start()  # for the next
         return "takes too long to compile; ask for something simpler"
 
 

@@ -61,8 +61,10 @@ def requested_tools(
     choice = _choice(body.tool_choice, tools)
     if not tools or choice == "none":
         return None
-    if support is None or not takes_tools(template_source):
-        raise _unsupported("tools", _reason(support))
+    if not takes_tools(template_source):
+        raise _unsupported("tools", "this model's chat template has no place for tools")
+    if support is None:
+        raise _unsupported("tools", "how this model calls tools is unknown or switched off (the setting model.tool_parser)")
     is_forced = choice != "auto"
     if is_forced and not can_force:
         raise _unsupported("tool_choice", "only none and auto are supported by this server, which has no llguidance")
@@ -107,12 +109,6 @@ def _choice(asked: str | NamedTool | None, tools: Mapping[str, Tool]) -> str | T
     if asked == "required" and not tools:
         raise refused("tool_choice", "required, but there are no tools")
     return asked or "auto"
-
-
-def _reason(support: ToolSupport | None) -> str:
-    if support is None:
-        return "how this model calls tools is not known to this server (the setting model.tool_parser says it)"
-    return "this model's chat template has no place for tools"
 
 
 def _unsupported(param: str, sentence: str) -> InvalidRequestError:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +14,7 @@ import psutil
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.process.harness import Server, null_server, until
+from tests.process.harness import DEADLINE_S, Server, null_server
 
 ASK: Any = [{"role": "user", "content": "Describe it."}]
 SCHEMA = {
@@ -108,8 +106,8 @@ def test_the_process_that_tries_forms_may_die(running: Server) -> None:
     status, _ = running.request("POST", "/v1/completions", {"prompt": "a", "guided_regex": "x{3}"})
     assert status == 200
     (checker,) = checkers(running)
-    os.kill(checker.pid, signal.SIGKILL)
-    until(lambda: not checkers(running) or checkers(running)[0].pid != checker.pid, "the old process gone")
+    checker.kill()
+    checker.wait(DEADLINE_S)
     running.request("POST", "/v1/completions", {"prompt": "a", "guided_regex": "y{3}"})
     status, answer = running.request("POST", "/v1/completions", {"prompt": "a", "guided_regex": "z{3}"})
     assert (status, answer["choices"][0]["text"]) == (200, "zzz")

@@ -154,7 +154,7 @@ def test_kill_9_of_the_parent_leaves_no_process_and_no_memory() -> None:
         stream = running.stream("busy", LONG)
         assert stream.next_event()
         children = running.children
-        assert len(alive(children)) == 2
+        assert len(alive(children)) >= 2
         running.process.kill()
         until(lambda: not alive(children), "the workers are gone", 3.0)
         stream.close()
@@ -165,7 +165,7 @@ def test_a_stopped_worker_dies_with_its_parent_all_the_same() -> None:
     """A worker that cannot run a single instruction of its own (SIGSTOP) is gone within 3 s of the parent."""
     with server() as running:
         children = running.children
-        assert len(alive(children)) == 2
+        assert len(alive(children)) >= 2
         for child in children:
             child.suspend()
         running.process.kill()

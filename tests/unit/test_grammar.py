@@ -169,7 +169,7 @@ BROKEN = {
     "unknown reference": (grammar.json_schema({"$ref": "#/$defs/x"}), "x"),
     "no value at all": (grammar.json_schema({"type": "integer", "minimum": 3, "maximum": 1}), ""),
     "open bracket": (grammar.regex("[a"), ""),
-    "look-ahead": (grammar.regex("(?=a)b"), ""),
+    "look-ahead": (grammar.regex("(?=a)b"), "look-around"),
     "unknown rule": (grammar.lark("start: nothing"), "nothing"),
     "no rules": (grammar.lark("!!"), ""),
 }
