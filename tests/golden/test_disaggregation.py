@@ -96,7 +96,7 @@ def assert_equal(got: list[Outputs], expected: list[Outputs]) -> None:
             assert a == pytest.approx(b, abs=2e-3)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2-yarn", "qwen3-tied", BUILT_IN])
+@pytest.fixture(scope="module", params=["llama", "qwen2-yarn", "qwen3-tied", pytest.param(BUILT_IN, marks=pytest.mark.slow)])
 def setup(request: pytest.FixtureRequest, cases: Callable[[str], Case]) -> Setup:
     return Setup(cases(request.param), num_tokens=16 if request.param == BUILT_IN else 40)
 

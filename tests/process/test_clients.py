@@ -172,6 +172,7 @@ def evaluate(python: Path, base_url: str, folder: Path) -> tuple[dict[str, Any],
     return results, responses
 
 
+@pytest.mark.slow
 def test_lm_eval_gets_the_same_numbers_colocated_and_disaggregated(running: Server, clients: Path, tmp_path: Path) -> None:
     """Log-likelihoods of multiple choices and generations through the remote tokenizer, from both kinds of server."""
     with server("--mode", "colocated", "--kv-memory", "512MiB") as colocated, ThreadPoolExecutor(2) as pool:

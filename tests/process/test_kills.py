@@ -10,6 +10,8 @@ import pytest
 
 from tests.process.harness import READY_S, Server, Stream, server, until
 
+pytestmark = pytest.mark.slow
+
 AT_TOKENS = (1, 2, 3, 10, 50)
 FURTHER = 24  # tokens that the streams still have to come when a worker is killed
 PROMPTS = ("The history of the bicycle begins", "A short list of things that grow in a garden in spring:")

@@ -107,6 +107,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_left_of_it(role: str) -> Non
             assert len(memory_files(worker["pid"])) <= 2
 
 
+@pytest.mark.slow
 def test_streams_survive_kills_at_any_token() -> None:
     """kill -9 at token 1, 2, 3, 10, 50 of each role, eight streams at a time: every text is the undisturbed one."""
     prompts = [f"stream {index} of a worker that dies" for index in range(8)]
