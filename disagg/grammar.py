@@ -138,8 +138,12 @@ class Compiler:
         self._compiled.pop(grammar, None)
 
     def check(self, grammar: str) -> None:
-        """Raises GrammarError unless ``grammar`` can be compiled and has a beginning."""
-        Matcher(self._compile(grammar), self._vocabulary, self._vocabulary.ends).allowed(may_stop=True)
+        """Raises GrammarError unless ``grammar`` can be compiled, has a beginning and goes on from it.
+
+        A rule that can never end, as in ``start: "a" start``, shows only there.
+        """
+        matcher = Matcher(self._compile(grammar), self._vocabulary, self._vocabulary.ends)
+        matcher.read([int(matcher.allowed(may_stop=True).argmax())])
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
         import llguidance
@@ -228,5 +232,5 @@ class _Table:
 
 
 def _one_line(message: str) -> str:
-    """Fit for an answer; the reason often stands in its last lines, below a drawing of the place."""
-    return " ".join(message.split())[:_LONGEST_MESSAGE]
+    """Fit for an answer; the reason often stands below a drawing of the place, and above a dump of the state."""
+    return " ".join(message.partition("<state>")[0].split())[:_LONGEST_MESSAGE]

@@ -87,7 +87,7 @@ class FormChecker:
         """Begin to load the vocabulary, so that the first form need not wait for it."""
         if self._process is None:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "disagg.grammar_process", self._model, str(os.getpid())),
+                *(sys.executable, "-P", "-m", "disagg.grammar_process", self._model, str(os.getpid())),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 start_new_session=True,  # the terminal's signals are for the server

@@ -172,6 +172,7 @@ BROKEN = {
     "look-ahead": (grammar.regex("(?=a)b"), "look-around"),
     "unknown rule": (grammar.lark("start: nothing"), "nothing"),
     "no rules": (grammar.lark("!!"), ""),
+    "no end": (grammar.lark('start: "a" start'), "Too many items"),
 }
 
 

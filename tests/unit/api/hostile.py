@@ -100,7 +100,7 @@ _SHARED: dict[str, tuple[Any, ...]] = {
     "guided_json": (1, "{", {"type": "object", "properties": {"x" * 5000: {}}, "required": ["x" * 5000]}),
     "guided_regex": (1, "[", "\\d" * 5000, "(?<=a)b", "a" * 200_000),
     "guided_choice": ([], [1], "x", [""]),
-    "guided_grammar": (1, "", "start: start"),
+    "guided_grammar": (1, "", "start: start", 'start: "a" start'),
     "timings": (1, "x"),
     "x" * 5000: (1,),
     "__proto__": ({"admin": True},),
