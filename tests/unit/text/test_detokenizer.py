@@ -1,4 +1,4 @@
-"""Streams of tokens become text as early as it is certain, and never otherwise (PITFALLS: characters split over tokens)."""
+"""Streams of tokens become text as early as it is certain, and never otherwise."""
 
 import functools
 from pathlib import Path
