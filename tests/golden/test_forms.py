@@ -99,6 +99,7 @@ def built_in() -> BuiltIn:
     return BuiltIn()
 
 
+@pytest.mark.slow
 def test_twenty_schemas_greedy_and_seeded(built_in: BuiltIn) -> None:
     """Every answer ends by itself within its tokens and is valid; prefill draws its first token and decode the others."""
     drawings: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.2, "seed": 5}]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.golden.conftest import MODELS, Case, Rig, prompt
+from tests.golden.conftest import BUILT_IN, CONFIGS, Case, Rig, prompt
 
 NUM_TOKENS = 64
 
@@ -27,7 +27,7 @@ def generate_by_transformers(case: Case, tokens: list[int]) -> list[int]:
     return [int(token) for token in out[0, len(tokens) :]]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*CONFIGS, pytest.param(BUILT_IN, marks=pytest.mark.slow)])
 def test_greedy_tokens_equal_transformers(cases: Callable[[str], Case], name: str) -> None:
     """64 greedy tokens are transformers', alone and in a batch of 8 prompts of different lengths."""
     case = cases(name)

@@ -159,7 +159,7 @@ def check_that_the_head_serves_on(running: Server, cause: str) -> None:
     until(lambda: running.worker("prefill-0")["blocks"]["reserved"] == 0, "nothing is held for the node")
 
 
-@pytest.mark.parametrize(("harm", "heal"), [(cut, mend), (freeze, thaw)])
+@pytest.mark.parametrize(("harm", "heal"), [(cut, mend), pytest.param(freeze, thaw, marks=pytest.mark.slow)])
 def test_streams_outlive_a_lost_node_and_it_comes_back(
     wire: Network,
     token: Path,
