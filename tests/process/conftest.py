@@ -1,12 +1,15 @@
-"""What several of these files need: an interpreter with real clients."""
+"""What several of these files need: an interpreter with real clients, and openai-python on the server of the file."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
 from tests.clients.environment import UnreachableError, interpreter
+from tests.process.harness import Server
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +19,10 @@ def clients() -> Path:
         return interpreter()
     except UnreachableError as error:
         pytest.skip(f"the package registry cannot be reached: {error}")
+
+
+@pytest.fixture
+def client(running: Server) -> Iterator[openai.OpenAI]:
+    """``running`` is the file's own fixture: which server it asks."""
+    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0) as made:
+        yield made

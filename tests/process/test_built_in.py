@@ -18,12 +18,6 @@ def running() -> Iterator[Server]:
         yield shared
 
 
-@pytest.fixture
-def client(running: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
 def test_the_capital_of_france_is_streamed_from_two_processes(running: Server, client: openai.OpenAI) -> None:
     """Paris, token by token; prefill and decode apart, nothing computed twice, every block free or cached afterwards."""
     model = client.models.list().data[0].id

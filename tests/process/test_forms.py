@@ -32,12 +32,6 @@ def running() -> Iterator[Server]:
         yield shared
 
 
-@pytest.fixture
-def client(running: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
 def checkers(running: Server) -> list[psutil.Process]:
     children = psutil.Process(running.process.pid).children()
     return [child for child in children if "disagg.grammar_process" in child.cmdline()]
