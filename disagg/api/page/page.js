@@ -257,7 +257,13 @@ async function ask(text) {
   const line = say("assistant", "…");
   byId("stop").disabled = false;
   byId("send").disabled = true;
-  let answer = "", first = 0, usage = null;
+  let answer = "", first = 0, usage = null, frame = 0;
+  const show = () => {  // once a frame: laying the whole answer out for each token would leave no time for keys
+    const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+    frame = 0;
+    line.textContent = answer;
+    if (follows) log.scrollTop = log.scrollHeight;
+  };
   try {
     const response = await fetch("v1/chat/completions", {method: "POST", signal: control.signal,
       headers: {"Content-Type": "application/json", ...headers()},
@@ -271,16 +277,15 @@ async function ask(text) {
       if (!delta) continue;
       first ||= performance.now();
       answer += delta;
-      const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
-      line.textContent = answer;
-      if (follows) log.scrollTop = log.scrollHeight;
+      frame ||= requestAnimationFrame(show);
     }
   } catch (error) {
     if (error.name !== "AbortError") say("error", error.message);
   }
   if (control.signal.aborted && running !== control) return;  // a new chat has begun
   running = null;
-  if (answer) messages.push({role: "assistant", content: answer}); else { line.remove(); messages.pop(); }
+  cancelAnimationFrame(frame);
+  if (answer) { show(); messages.push({role: "assistant", content: answer}); } else { line.remove(); messages.pop(); }
   const tokens = usage && usage.completion_tokens, took = (performance.now() - first) / 1e3;
   byId("timing").textContent = first ? `first token after ${(first - begun).toFixed(0)} ms` + (tokens > 1 ? `, then ${((tokens - 1) / took).toFixed(1)} tokens/s` : "") : "";
   byId("stop").disabled = true;
