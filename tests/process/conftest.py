@@ -12,6 +12,13 @@ from tests.clients.environment import UnreachableError, interpreter
 from tests.process.harness import Server
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs that interpreter is slow, because the first time on a machine it is."""
+    for item in items:
+        if "clients" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def clients() -> Path:
     """The interpreter of the environment of ``tests/clients/requirements.txt``; the first time it takes minutes to make."""
