@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from disagg.api.generate import Calls, Shape, serve
+from disagg.api.chunks import Calls, Chunks, Shape
+from disagg.api.generate import serve
 from disagg.api.logprobs import chat_logprobs
+from disagg.api.read import read
 from disagg.api.services import Services
-from disagg.api.structured import Form, requested_form
+from disagg.api.structured import requested_form
 from disagg.api.tools import ToolUse, requested_tools, whole_calls
 from disagg.api.types import ChatBody, ChatMessage, parse_body
 from disagg.api.validate import (
@@ -54,12 +57,16 @@ _SHAPE = Shape(
 
 
 async def chat_completions(http: web.Request) -> web.StreamResponse:
-    return await serve(http, plan, _SHAPE)
+    return await serve(http, await read(http, plan), partial(Chunks, _SHAPE))
 
 
 def plan(raw: bytes, services: Services) -> Work:
     """The body's requests. Raises InvalidRequestError. Pure, and slow for a long prompt."""
-    body = parse_body(raw, decoder)
+    return work_of(mint_id("chatcmpl"), parse_body(raw, decoder), services)
+
+
+def work_of(id: str, body: ChatBody, services: Services) -> Work:
+    """As ``plan``, for endpoints whose own bodies become a chat's."""
     check_shared(body, services)
     _check_unsupported(body)
     check_num_choices(1, body.n or 1)
@@ -67,30 +74,26 @@ def plan(raw: bytes, services: Services) -> Work:
         raise invalid("max_tokens", "must be at least 1")
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "only allowed with logprobs: true")
-    tools = tools_of(body, services)
+    form, tools = requested_form(body, is_supported=services.forms is not None), tools_of(body, services)
+    if tools is not None:
+        tools = tools if form is None else tools.beside(form)
+        form = tools.form
     answer = Answer(
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         default_max_tokens=None,
         prompt_field="messages",
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         continues=bool(body.continue_final_message),
-        form=_form(body, services, tools),
+        form=form,
         tools=tools,
     )
-    return build_work(mint_id("chatcmpl"), body, services, [render(body, services, tools)], answer)
+    return build_work(id, body, services, [render(body, services, tools)], answer)
 
 
 def tools_of(body: ChatBody, services: Services) -> ToolUse | None:
     """The tools that the answer may call, which the prompt shows. Raises InvalidRequestError."""
     source = services.chat_template.source if services.chat_template is not None and body.tools else None
     return requested_tools(body, services.tools, source, can_force=services.forms is not None)
-
-
-def _form(body: ChatBody, services: Services, tools: ToolUse | None) -> Form | None:
-    form = requested_form(body, is_supported=services.forms is not None)
-    if form is not None and tools is not None:
-        raise unsupported(form.param, "not together with tools; send tool_choice: none, or a tool with these parameters")
-    return form if tools is None else tools.form
 
 
 def render(body: ChatBody, services: Services, tools: ToolUse | None) -> list[int]:

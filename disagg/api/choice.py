@@ -124,6 +124,20 @@ class Choice:
         assert self._options.tools is not None
         return [self._options.tools.told(self.stream.request.id, call) for call in calls]
 
+    def take_parts(self, text: str) -> list[str | dict[str, Any]]:
+        """``text``, which ``push`` has just returned, and what is new of the calls, in the order in which they were written."""
+        if self._parser is None:
+            return [text] if text else []
+        begin, cut = self._parser.num_content - len(text), 0
+        parts: list[str | dict[str, Any]] = []
+        places = [call.place - begin for call in self._calls]
+        for place, told in zip(places, self.take_calls(), strict=True):
+            if place > cut:
+                parts.append(text[cut:place])
+                cut = place
+            parts.append(told)
+        return [*parts, text[cut:]] if text[cut:] else parts
+
     def _begin(self) -> str:
         self._has_begun = True
         if self._echo is None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 from aiohttp import web
 
-from disagg.api.generate import Shape, serve
+from disagg.api.chunks import Chunks, Shape
+from disagg.api.generate import serve
 from disagg.api.logprobs import completion_logprobs
+from disagg.api.read import read
 from disagg.api.services import Services
 from disagg.api.structured import requested_form
 from disagg.api.types import CompletionBody, parse_body
@@ -39,7 +42,7 @@ _SHAPE = Shape(
 
 
 async def completions(http: web.Request) -> web.StreamResponse:
-    return await serve(http, plan, _SHAPE)
+    return await serve(http, await read(http, plan), partial(Chunks, _SHAPE))
 
 
 def plan(raw: bytes, services: Services) -> Work:

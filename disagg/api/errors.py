@@ -1,5 +1,6 @@
 """Every failure as OpenAI's envelope: ``{"error": {"message", "type", "param", "code"}}``, a status and its headers.
 
+Below ``/v1/messages`` it is Anthropic's: ``{"type": "error", "error": {"type", "message"}, "request_id"}``, with its own types.
 Official SDKs retry 408, 409, 429 and 5xx twice; ``Retry-After`` says when, ``x-should-retry: false`` that it would fail again.
 """
 
@@ -12,11 +13,23 @@ from typing import Any
 from aiohttp import web
 
 from disagg.api.answers import json_answer
+from disagg.api.services import REQUEST_ID
 from disagg.errors import InvalidRequestError, OverloadedError, RequestFailedError, UnavailableError
 from disagg.request import FailReason
 
 MAX_MESSAGE = 300
 """Characters of a message. A template's own error may quote the conversation; nobody wants that back."""
+
+_MESSAGES = "/v1/messages"
+_MESSAGES_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_MESSAGES_OVERLOADED = 529
 
 _WORTH_RETRYING = {FailReason.WORKER_DIED, FailReason.NO_BLOCKS, FailReason.TIMEOUT, FailReason.SHUTDOWN}
 
@@ -33,11 +46,30 @@ class Failure:
     headers: dict[str, str] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
-        message = self.message if len(self.message) <= MAX_MESSAGE else self.message[: MAX_MESSAGE - 1] + "…"
-        return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self._cut_message(), "type": self.kind, "param": self.param, "code": self.code}}
+
+    def messages_body(self, request_id: str) -> dict[str, Any]:
+        """In Anthropic's envelope. The field is named by the message alone."""
+        kind = _MESSAGES_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self._cut_message()}, "request_id": request_id}
 
     def response(self) -> web.Response:
         return json_answer(self.body(), status=self.status, headers=self.headers)
+
+    def response_to(self, http: web.Request) -> web.Response:
+        """In the envelope of the API that was asked."""
+        if not is_of_messages(http.path):
+            return self.response()
+        status = _MESSAGES_OVERLOADED if self.status == 503 else self.status
+        return json_answer(self.messages_body(http[REQUEST_ID]), status=status, headers=self.headers)
+
+    def _cut_message(self) -> str:
+        return self.message if len(self.message) <= MAX_MESSAGE else self.message[: MAX_MESSAGE - 1] + "…"
+
+
+def is_of_messages(path: str) -> bool:
+    """Whether the path belongs to Anthropic's API, also where there is no such route."""
+    return path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
 
 
 def failure_of(error: Exception) -> Failure:

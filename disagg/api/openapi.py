@@ -15,6 +15,9 @@ from aiohttp import web
 
 from disagg.api import answer_types as answers
 from disagg.api.answers import json_answer
+from disagg.api.anthropic.types import CountTokensBody, Message, MessageEvent, MessagesBody, MessagesError, TokenCount
+from disagg.api.responses.answer_types import Response, ResponseEvent
+from disagg.api.responses.types import ResponsesBody
 from disagg.api.types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 _REF = "#/components/schemas/{name}"
@@ -26,6 +29,7 @@ _REASONS = {
     429: "The queue is full, or the key's allowance is spent; Retry-After says when to come back",
     500: "An admitted request could not be finished",
     503: "Nobody can serve now; Retry-After says when to come back",
+    529: "Nobody can serve now; Retry-After says when to come back",
 }
 _READS_BODY = (400, 404, 413, 429)
 _OPEN = ("/livez", "/readyz", "/health")  # without a key, where there are keys
@@ -37,7 +41,9 @@ class Operation:
     answer: type | str  # of status 200: a type, written as JSON, or another media type
     body: type | None = None
     chunk: type | None = None  # of each event, where the answer can be a stream
+    events: str = "The data of each event is a {chunk} or, after a late failure, an Error; the last is [DONE]."
     errors: tuple[int, ...] = ()
+    error: type = answers.Error
     others: dict[int, type] | None = None  # statuses whose body is no error object
 
 
@@ -57,6 +63,30 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         answer=answers.Completion,
         chunk=answers.Completion,
         errors=_GENERATES,
+    ),
+    ("POST", "/v1/responses"): Operation(
+        summary="The next items of a conversation, whose earlier ones come with the request",
+        body=ResponsesBody,
+        answer=Response,
+        chunk=ResponseEvent,
+        events="Each event has its type for a name, and its data is a {chunk}.",
+        errors=_GENERATES,
+    ),
+    ("POST", "/v1/messages"): Operation(
+        summary="The next message of a chat, as Anthropic's API has it",
+        body=MessagesBody,
+        answer=Message,
+        chunk=MessageEvent,
+        events="Each event has its type for a name, and its data is a {chunk} or, after a late failure, a MessagesError.",
+        errors=(*_READS_BODY, 500, 529),
+        error=MessagesError,
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        summary="How many input tokens such a message would have",
+        body=CountTokensBody,
+        answer=TokenCount,
+        errors=_READS_BODY,
+        error=MessagesError,
     ),
     ("GET", "/v1/models"): Operation(summary="The one model that is served", answer=answers.ModelList),
     ("GET", "/v1/models/{id}"): Operation(summary="A model by its name", answer=answers.Model, errors=(404,)),
@@ -96,7 +126,7 @@ def document() -> dict[str, Any]:
         "info": {
             "title": "disagg",
             "version": version("disagg"),
-            "description": "Fields that are not described are ignored. Every error is an OpenAI error object.",
+            "description": "Fields that are not described are ignored. Errors are OpenAI's error objects, or Anthropic's.",
         },
         "paths": paths,
         "components": {
@@ -110,10 +140,14 @@ def document() -> dict[str, Any]:
 
 
 def _types() -> list[type]:
-    named: list[type] = [answers.Error]
+    named: list[type] = []
     for operation in OPERATIONS.values():
         others = (operation.others or {}).values()
-        named += [each for each in (operation.body, operation.answer, operation.chunk, *others) if isinstance(each, type)]
+        named += [
+            each
+            for each in (operation.body, operation.answer, operation.chunk, operation.error, *others)
+            if isinstance(each, type)
+        ]
     return list(dict.fromkeys(named))
 
 
@@ -128,9 +162,8 @@ def _operation(path: str, operation: Operation) -> dict[str, Any]:
     else:
         content = _json(operation.answer)
     if operation.chunk is not None:
-        name = operation.chunk.__name__
-        text = f"With stream: true. The data of each event is a {name} or, after a late failure, an Error; the last is [DONE]."
-        content["text/event-stream"] = {"schema": {"type": "string", "description": text}}
+        text = "With stream: true. " + operation.events.format(chunk=operation.chunk.__name__)
+        content["text/event-stream"] = {"schema": {"description": text}}  # no type: OpenAPI 3.1 has none for a stream's events
     errors = operation.errors
     if path not in _OPEN:
         described["security"] = [{}, {"bearer": []}, {"header": []}]
@@ -138,7 +171,7 @@ def _operation(path: str, operation: Operation) -> dict[str, Any]:
     described["responses"] = {
         "200": {"description": "Success", "content": content},
         **{str(code): {"description": _REASONS[code], "content": _json(kind)} for code, kind in (operation.others or {}).items()},
-        **{str(code): {"description": _REASONS[code], "content": _json(answers.Error)} for code in errors},
+        **{str(code): {"description": _REASONS[code], "content": _json(operation.error)} for code in errors},
     }
     return described
 

@@ -16,6 +16,7 @@ import structlog
 from msgspec import Meta, Struct
 
 from disagg.errors import InvalidRequestError
+from disagg.request import FIRST_PRIORITY, LAST_PRIORITY
 
 log = structlog.get_logger(__name__)
 
@@ -52,11 +53,10 @@ class StructuredOutputs(Struct, kw_only=True):
     grammar: str | None = None
 
 
-class SharedFields(Struct, kw_only=True):
-    """What both endpoints understand."""
+class SampledFields(Struct, kw_only=True):
+    """What every endpoint that generates understands: how tokens are drawn, and where the answer ends."""
 
     model: str | None = None
-    max_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -67,17 +67,23 @@ class SharedFields(Struct, kw_only=True):
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     seed: int | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=128)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = None
+    priority: Annotated[int, Meta(ge=FIRST_PRIORITY, le=LAST_PRIORITY)] | None = None  # lower ones are served first
+    user: str | None = None  # for the client's own books
+
+
+class SharedFields(SampledFields, kw_only=True):
+    """What completions and chats both understand besides."""
+
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     timings: bool | None = None  # ours: where the time went, with the last token
-    priority: int | None = None  # accepted for clients of servers that have classes; here requests are served as they come
-    user: str | None = None  # for the client's own books
 
     # The form of the answer: one of these at most.
     response_format: ResponseFormat | None = None

@@ -101,7 +101,7 @@ def build_work(
             raise invalid("min_tokens", f"{common.min_tokens} is more than the {max_tokens} tokens that may be generated")
         for choice in range(num_drawn):  # a prompt draws the same alone and in a list
             params = msgspec.structs.replace(common, max_tokens=max_tokens, seed=(first_seed + choice) & _SEED_MASK)
-            requests.append(Request(id=f"{id}-{len(requests)}", prompt=prompt, params=params))
+            requests.append(Request(id=f"{id}-{len(requests)}", prompt=prompt, params=params, priority=body.priority or 0))
     if body.timings and len(requests) > 1:
         raise invalid("timings", "only allowed with one choice")
     return Work(
