@@ -13,7 +13,7 @@ arrival, and an Abort until nothing can write them.
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -71,7 +71,7 @@ class DecodeRole:
         self._block_digests = block_digests
         self._pattern_digest = pattern_digest
         self._dispatches: dict[int, _Dispatch] = {}
-        self._offers: deque[_Dispatch] = deque()  # wait for blocks, in order of arrival
+        self._offers: list[_Dispatch] = []  # wait for blocks, in order of rank
         self._awaited: list[_Dispatch] = []  # committed by the parent, their bytes not all here
         self._num_reserved = 0
 
@@ -91,11 +91,11 @@ class DecodeRole:
         return min((dispatch.deadline for dispatch in (*self._offers, *self._awaited)), default=None)
 
     def reserve(self, message: Reserve) -> None:
-        sequence = Sequence(message.dispatch, list(message.tokens), message.params, num_prompt=message.num_prompt)
+        sequence = Sequence(message.dispatch, list(message.tokens), message.params, message.num_prompt, message.priority)
         deadline = self._clock() + message.timeout_s
         dispatch = _Dispatch(sequence, len(message.tokens), deadline, is_received=message.is_received)
         self._dispatches[message.dispatch] = dispatch
-        self._offers.append(dispatch)
+        insort(self._offers, dispatch, key=lambda offer: offer.sequence.rank)
 
     def commit(self, message: Commit | Verify) -> bool:
         """Start decoding, or answer Verified to a probe's end, once all bytes are here.
@@ -150,9 +150,9 @@ class DecodeRole:
         self._settle(dispatch)
 
     def poll(self) -> None:
-        """Grant the offers that fit, oldest first, and end what has waited too long."""
+        """Grant the offers that fit, in order of rank, and end what has waited too long."""
         while self._offers and self._try_reserve(self._offers[0]):
-            self._offers.popleft()
+            self._offers.pop(0)
         now = self._clock()
         for offer in [offer for offer in self._offers if offer.deadline <= now]:
             self._offers.remove(offer)

@@ -84,7 +84,7 @@ def plan(
                 max_num_seqs=config.scheduler.max_num_seqs,
                 prefix_cache=config.kv.prefix_cache,
                 cpus=share,
-                nice=_PREFILL_NICE if role is Role.PREFILL else 0,
+                nice=_nice(role),
                 poison=config.kv.poison,
                 verify_kv=config.kv.verify,
                 has_far_peers=is_part or config.handoff.transport == "ucx",
@@ -98,6 +98,11 @@ def plan(
     return Deployment(
         mode=mode, device=device, max_model_len=max_model_len, vocab_size=vocab_size, layout=layout, workers=workers
     )
+
+
+def in_role(settings: Configure, role: Role) -> Configure:
+    """The same worker doing something else."""
+    return msgspec.structs.replace(settings, role=role, nice=_nice(role))
 
 
 def longest_sequence(kv_nbytes: int, layout: KVLayout) -> int:
@@ -117,6 +122,10 @@ def free_memory() -> int:
     if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
         free = min(free, int(text) - int(used.read_text()))
     return free
+
+
+def _nice(role: Role) -> int:
+    return _PREFILL_NICE if role is Role.PREFILL else 0
 
 
 def _device(config: Config) -> str:

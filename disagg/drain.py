@@ -1,6 +1,7 @@
-"""``disagg drain``: ask a running server, over its admin socket, to admit nothing more (or, with --resume, to admit again).
+"""``disagg drain`` and ``disagg flip``: what an operator asks of a running server, over its admin socket.
 
-The server goes on running, so that a load balancer can be emptied, or a host inspected, before it is ended.
+Drain: admit nothing more (or, with --resume, admit again). The server goes on running, so that a load balancer can be emptied, or
+a host inspected, before it is ended. Flip: give one worker another role.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ class Answer(msgspec.Struct):
     draining: bool = False
     drained: bool = False
     requests: dict[str, int] = {}
+
+
+class Flipped(msgspec.Struct):
+    worker: str
+    role: str
+    is_ready: bool
 
 
 def admin_socket(setting: str, port: int, environ: Mapping[str, str]) -> str:
@@ -60,18 +67,43 @@ def run(*, url: str, path: str, waits: bool, resumes: bool, environ: Mapping[str
     return 0 if answer.drained or not waits else 1
 
 
+def flip(*, url: str, path: str, worker: str, role: str, wait_s: float, environ: Mapping[str, str]) -> int:
+    """Ask, print the answer and return 0: done, 1: refused, or not ready yet, 2: it could not be asked."""
+    try:
+        path = path or _socket_of(url, environ)
+        body = msgspec.json.encode({"worker": worker, "role": role, "wait_s": wait_s})
+        status, text = _exchange(path, "POST", "/flip", body, timeout_s=wait_s + WAIT_S)
+        if status == 409:
+            sys.stderr.write(f"disagg: error: {msgspec.json.decode(text)['error']['message']}\n")
+            return 1
+        answer = msgspec.json.decode(_good(status, text), type=Flipped)
+    except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
+        sys.stderr.write(f"disagg: error: no answer from {path}: {error}\n")
+        return 2
+    sys.stdout.write(f"{answer.worker} is {answer.role}{'' if answer.is_ready else ', but not ready yet: see disagg status'}.\n")
+    return 0 if answer.is_ready else 1
+
+
 def ask(path: str, method: str, target: str, body: bytes | None = None, *, timeout_s: float = TIMEOUT_S) -> bytes:
     """The body of a good answer. Raises OSError or HTTPException, also for any other answer."""
+    return _good(*_exchange(path, method, target, body, timeout_s=timeout_s))
+
+
+def _exchange(path: str, method: str, target: str, body: bytes | None, *, timeout_s: float) -> tuple[int, bytes]:
+    """HTTP status and body."""
     connection = _UnixConnection(path, timeout_s)
     try:
         connection.request(method, target, body, {"Content-Type": "application/json"})
         answer = connection.getresponse()
-        text = answer.read()
-        if answer.status != 200:
-            raise http.client.HTTPException(f"HTTP {answer.status}: {text.decode(errors='replace')}")
-        return text
+        return answer.status, answer.read()
     finally:
         connection.close()
+
+
+def _good(status: int, text: bytes) -> bytes:
+    if status != 200:
+        raise http.client.HTTPException(f"HTTP {status}: {text.decode(errors='replace')}")
+    return text
 
 
 class _UnixConnection(http.client.HTTPConnection):

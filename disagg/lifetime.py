@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from disagg.request import RequestState
 from disagg.stream import RequestStream
@@ -24,11 +24,29 @@ STAGES = {
 FIRST_DECODE = "first_decode"
 
 
-def visits(stream: RequestStream) -> Iterator[tuple[str, float]]:
-    """(stage, seconds) for each time that a stage was left. Where nothing was handed over there was no transfer."""
-    for (state, since), (_, until) in itertools.pairwise(stream.entered):
+class Stay(NamedTuple):
+    """One time that a stream was in a state, which it has left."""
+
+    state: RequestState
+    since: float
+    until: float
+    attempt: int  # from 1 on; waiting for a worker belongs to the attempt that it is for
+    is_lost: bool  # the attempt ended here, and another began
+
+
+def stays(stream: RequestStream) -> Iterator[Stay]:
+    """Where it has been. Where nothing was handed over there was no transfer."""
+    attempt = 0
+    for (state, since), (following, until) in itertools.pairwise(stream.entered):
+        attempt += state is RequestState.QUEUED
         if state is not RequestState.HANDING_OFF or until > since:
-            yield STAGES[state], until - since
+            yield Stay(state, since, until, attempt, following is RequestState.QUEUED)
+
+
+def visits(stream: RequestStream) -> Iterator[tuple[str, float]]:
+    """(stage, seconds) for each time that a stage was left."""
+    for stay in stays(stream):
+        yield STAGES[stay.state], stay.until - stay.since
     for seconds in stream.first_decodes_s:
         yield FIRST_DECODE, seconds
 
@@ -94,9 +112,12 @@ def _totals(stream: RequestStream) -> dict[str, float]:
 
 def summary(stream: RequestStream) -> dict[str, Any]:
     """The fields of the line that is logged when a stream has ended; what does not apply is left out."""
+    latest = stream.attempts[-1] if stream.attempts else None
     fields: dict[str, Any] = {
         "request": stream.request.id,
         "key": stream.key_name or None,
+        "trace_id": stream.trace_id or None,
+        "priority": stream.request.priority or None,
         "state": stream.state.value,
         "finish_reason": stream.finish_reason,
         "stage": None if stream.state is RequestState.FINISHED else last_stage(stream),
@@ -106,8 +127,8 @@ def summary(stream: RequestStream) -> dict[str, Any]:
         "cached_tokens": stream.num_cached_tokens,
         "completion_tokens": len(stream.tokens),
         "attempts": stream.num_attempts,
-        "prefill": stream.prefill_worker or None,
-        "decode": stream.decode_worker or None,
+        "prefill": latest and latest.prefill,
+        "decode": latest and latest.decode,
     }
     times = {"ttft_s": ttft_s(stream), "tpot_s": tpot_s(stream), "e2e_s": e2e_s(stream)}
     times |= {f"{stage}_s": seconds for stage, seconds in _totals(stream).items()}

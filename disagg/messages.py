@@ -24,7 +24,7 @@ from disagg.errors import ProtocolError
 from disagg.kv import KVLayout
 from disagg.request import SamplingParams
 
-VERSION = 4
+VERSION = 5
 """Raise it when any struct below changes its fields or their meaning."""
 
 
@@ -80,6 +80,7 @@ class Reserve(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     ``tokens`` is the prompt and, after a failover, what has been generated since. ``timeout_s`` bounds the wait; after it the
     answer is Refused. ``is_received``: the bytes will come over a two-sided transport, so receives are posted for them.
+    ``priority`` is the request's.
     """
 
     dispatch: int
@@ -88,6 +89,7 @@ class Reserve(msgspec.Struct, frozen=True, array_like=True, tag=True):
     params: SamplingParams
     timeout_s: float
     is_received: bool = False
+    priority: int = 0
 
 
 class Target(msgspec.Struct, frozen=True, array_like=True):
@@ -104,13 +106,14 @@ class Target(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Prefill(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Compute ``tokens``, as in Reserve, and sample the one after them."""
+    """Compute ``tokens``, as in Reserve, and sample the one after them. ``priority`` is the request's."""
 
     dispatch: int
     tokens: list[int]
     num_prompt: int
     params: SamplingParams
     target: Target | None  # None: colocated, go on decoding here
+    priority: int = 0
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True, tag=True):

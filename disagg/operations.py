@@ -32,6 +32,7 @@ class Operations:
             {
                 "id": stream.request.id,
                 "state": stream.state,
+                "priority": stream.request.priority,
                 "prompt_tokens": len(stream.request.prompt),
                 "tokens": len(stream.tokens),
                 "age_s": round(now - stream.entered[0][1], 2),

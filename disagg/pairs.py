@@ -34,7 +34,7 @@ from disagg.messages import (
     Verify,
 )
 from disagg.overdue import Debt
-from disagg.request import SamplingParams
+from disagg.request import FIRST_PRIORITY, SamplingParams
 from disagg.supervisor import Role, WorkerInfo
 
 log = structlog.get_logger(__name__)
@@ -210,7 +210,8 @@ class Pairs:
         params = SamplingParams(max_tokens=1, num_prompt_logprobs=0)
         prompt = [0] * (num_blocks * block_size - 1)
         probe = self._probes[dispatch] = _Probe(pair, pair.decode, "")
-        self._ask(probe, pair.decode, Reserve(dispatch, prompt, len(prompt), params, _RESERVE_S, pair.is_two_sided))
+        reserve = Reserve(dispatch, prompt, len(prompt), params, _RESERVE_S, pair.is_two_sided, FIRST_PRIORITY)
+        self._ask(probe, pair.decode, reserve)
 
     def _verified(self, pair: Pair, message: Verified) -> None:
         if message.error is not None or message.digest != pair.expected:

@@ -79,6 +79,7 @@ class PrefillRole:
             list(message.tokens),
             message.params,
             num_prompt=message.num_prompt,
+            priority=message.priority,
             prefill_only=message.target is not None,
         )
         dispatch = _Dispatch(sequence, len(message.tokens), message.target, queued_at=self._clock())

@@ -107,6 +107,9 @@ class FailReason(StrEnum):
     ABORTED = "aborted"  # by an operator
 
 
+FIRST_PRIORITY, LAST_PRIORITY = -(2**31), 2**31 - 1
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """How tokens are drawn. Validated before it exists; identical on prefill and decode.
 
@@ -134,6 +137,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One choice of one client request, ready to be scheduled: nothing downstream may reject it.
 
+    Wherever requests wait, those with a lower ``priority`` go first, whoever starves, and among equals those that came first.
+    What is running goes on.
+
     ``prompt``: token ids, at least 1. ``prompt`` + ``params.max_tokens`` fits the model's context. ``params.max_tokens`` is 0
     only together with ``num_prompt_logprobs``: the prompt is scored and nothing is generated.
     """
@@ -141,3 +147,4 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     id: str  # for logs and answers; never a key
     prompt: list[int]
     params: SamplingParams
+    priority: int = 0  # FIRST_PRIORITY to LAST_PRIORITY

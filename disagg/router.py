@@ -7,8 +7,9 @@ A request's state (what its client sees) and its dispatch (one attempt; what wor
 stream ends at once, while the dispatch stays in the books until every worker has said that nothing of it is left. Decode's
 blocks are asked back only when the writer has quiesced or is dead (``disagg.handoff.protocol``).
 
-When a worker is lost, the stream goes back to the head of the queue and its next dispatch computes prompt + generated
-tokens and goes on from there. Draws depend on seed and position only, so the text is the one it would have been.
+When a worker is lost, the stream goes back to its place in the queue, before all of its priority that came later, and its next
+dispatch computes prompt + generated tokens and goes on from there. Draws depend on seed and position only, so the text is the one
+it would have been.
 
 Decisions are made here and nowhere else; no I/O but ``WorkerInfo.send``. Runs on one event loop.
 """
@@ -16,10 +17,11 @@ Decisions are made here and nowhere else; no I/O but ``WorkerInfo.send``. Runs o
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
+from operator import attrgetter
 from typing import Protocol
 
 import structlog
@@ -49,13 +51,14 @@ from disagg.overdue import Debt, Overdue
 from disagg.pairs import Pairs
 from disagg.request import FailReason, FinishReason, Request, RequestEvent, RequestState, advance
 from disagg.routes import Route, Routes
-from disagg.stream import RequestStream
+from disagg.stream import Attempt, RequestStream
 from disagg.supervisor import WorkerInfo
 
 log = structlog.get_logger(__name__)
 
 
 _WAITS_FOR_BLOCKS = (HandoffState.OFFERED, HandoffState.RELEASING)
+_RANK = attrgetter("rank")
 _IS_WRITTEN = (HandoffState.PUSHING, HandoffState.QUIESCING)
 
 
@@ -98,6 +101,10 @@ class _Dispatch:
             self.handoff = advance(HANDOFF_TABLE, self.handoff, event)
 
 
+def _involves(dispatch: _Dispatch, worker: WorkerInfo) -> bool:
+    return worker is dispatch.decode or (worker is dispatch.prefill and dispatch.has_prefill_part)
+
+
 class Router:
     def __init__(
         self,
@@ -121,12 +128,14 @@ class Router:
         self._mint = mint
         self._clock = clock
         self._metrics = metrics
-        self._queue: deque[RequestStream] = deque()
+        self._queue: list[RequestStream] = []  # in order of rank
+        self._arrivals = count(1)
         self._dispatches: dict[int, _Dispatch] = {}
         self._by_stream: dict[RequestStream, _Dispatch] = {}
         self._routes = Routes(workers, pairs, window_tokens=2 * config.chunk_tokens, fallback=fallback)
         self._overdue = Overdue(stuck_s)
         self._emptied = asyncio.Event()
+        self._changed = asyncio.Event()
         self.is_draining = False
         self.num_late_messages = 0
         self.num_generated_tokens = 0
@@ -165,10 +174,11 @@ class Router:
         if not self.can_serve():
             raise UnavailableError("no workers are ready: " + "; ".join(f"{w.id} is {w.state}" for w in self._workers))
         stream = RequestStream(request, self._end_early, self._clock())
-        self._queue.append(stream)
+        stream.rank = (request.priority, next(self._arrivals))
+        insort(self._queue, stream, key=_RANK)
         self._dispatch_queue()
-        if len(self._queue) > self._config.max_queue and self._queue[-1] is stream:
-            self._queue.pop()
+        if len(self._queue) > self._config.max_queue and stream.state is RequestState.QUEUED:
+            self._queue.remove(stream)
             raise OverloadedError(f"{len(self._queue)} requests are waiting already", retry_after_s=1.0)
         return stream
 
@@ -182,6 +192,16 @@ class Router:
         while self._queue or self._by_stream:
             self._emptied.clear()
             await self._emptied.wait()
+
+    def is_using(self, worker: WorkerInfo) -> bool:
+        """The worker has, or may still have, something of a request."""
+        return any(_involves(dispatch, worker) for dispatch in self._dispatches.values())
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for what only the end of a dispatch's part, or the coming or going of a worker or a pair, can bring about."""
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
 
     def fail_all(self, message: str, reason: FailReason) -> None:
         """End every stream with an error; what workers hold is freed as for an abort."""
@@ -198,14 +218,16 @@ class Router:
 
     def on_change(self) -> None:
         """A worker or a pair can serve now."""
+        self._changed.set()
         self._routes.on_change()
         self._dispatch_queue()
 
     def on_down(self, worker: WorkerInfo) -> None:
         """The worker is dead: its streams go on elsewhere, and what the other worker holds for them can be freed."""
         self._pairs.on_down(worker)
+        self._changed.set()
         for dispatch in list(self._dispatches.values()):
-            if worker is not dispatch.decode and not (worker is dispatch.prefill and dispatch.has_prefill_part):
+            if not _involves(dispatch, worker):
                 continue
             self._retry(dispatch, f"worker {worker.id} died: {worker.cause}", FailReason.WORKER_DIED)
             if worker is dispatch.prefill:
@@ -281,14 +303,14 @@ class Router:
     # ---------------------------------------------------------------- a request's way
 
     def _dispatch_queue(self) -> None:
-        """Start what there is room for, in order of arrival."""
+        """Start what there is room for, in order of rank: who is first is waited for, so that long prompts get their turn."""
         while self._queue:
             stream = self._queue[0]
             decodes = stream.request.params.max_tokens - len(stream.tokens) > 1
             route = self._routes.choose(len(stream.request.prompt) + len(stream.tokens), decodes=decodes)
             if route is None:
                 return
-            self._start(self._queue.popleft(), route)
+            self._start(self._queue.pop(0), route)
 
     def _start(self, stream: RequestStream, route: Route) -> None:
         prefill, decode = route
@@ -298,19 +320,19 @@ class Router:
         self._dispatches[dispatch.id] = dispatch
         self._by_stream[stream] = dispatch
         self._routes.load(decode).num_requests += 1
-        stream.num_attempts += 1
-        stream.prefill_worker, stream.decode_worker = prefill.id, decode.id
+        stream.attempts.append(Attempt(prefill.id, decode.id))
         if route.is_alone:
             self._begin_prefill(dispatch)
             stream.move(RequestEvent.PREFILL, self._clock())
-            prefill.send(Prefill(dispatch.id, tokens, num_prompt, stream.params, None))
+            prefill.send(Prefill(dispatch.id, tokens, num_prompt, stream.params, None, stream.request.priority))
         else:
             dispatch.is_reserving = True
             self._routes.load(decode).reserve_tokens += dispatch.num_tokens
             stream.move(RequestEvent.RESERVE, self._clock())
             pair = self._pairs.between(prefill, decode)
             is_received = pair is not None and pair.is_two_sided
-            decode.send(Reserve(dispatch.id, tokens, num_prompt, stream.params, self._config.reserve_s, is_received))
+            limit_s, priority = self._config.reserve_s, stream.request.priority
+            decode.send(Reserve(dispatch.id, tokens, num_prompt, stream.params, limit_s, is_received, priority))
 
     def _reserved(self, dispatch: _Dispatch, message: Reserved) -> None:
         dispatch.move(HandoffEvent.RESERVED)
@@ -322,8 +344,10 @@ class Router:
         stream.move(RequestEvent.PREFILL, self._clock())
         dispatch.move(HandoffEvent.PUSH)
         target = Target(decode.id, decode.epoch, message.blocks, message.num_cached_blocks, message.key)
-        num_prompt = len(stream.request.prompt)
-        dispatch.prefill.send(Prefill(dispatch.id, stream.all_tokens, num_prompt, stream.params, target))
+        request = stream.request
+        dispatch.prefill.send(
+            Prefill(dispatch.id, stream.all_tokens, len(request.prompt), stream.params, target, request.priority)
+        )
         self._end_reserve(dispatch)
 
     def _refused(self, dispatch: _Dispatch, message: Refused) -> None:
@@ -437,7 +461,7 @@ class Router:
             self._ended(stream)
 
     def _retry(self, dispatch: _Dispatch, message: str, reason: FailReason) -> None:
-        """An attempt is lost: queue its stream again, before all others, or fail it after too many attempts."""
+        """An attempt is lost: queue its stream again, at its old place, or fail it after too many attempts."""
         stream = dispatch.stream
         if not dispatch.is_current:
             return
@@ -448,10 +472,11 @@ class Router:
             "request retried", request=stream.request.id, attempt=stream.num_attempts, tokens=len(stream.tokens), cause=message
         )
         self._metrics.observe_failover(reason)
+        stream.attempts[-1].lost_for = reason
         dispatch.is_current = False
         del self._by_stream[stream]
         stream.move(RequestEvent.RETRY, self._clock())
-        self._queue.appendleft(stream)
+        insort(self._queue, stream, key=_RANK)
 
     def _fail(self, dispatch: _Dispatch, message: str, reason: FailReason) -> None:
         dispatch.stream.fail(message, reason, self._clock())
@@ -494,6 +519,7 @@ class Router:
     def _prefill_is_done(self, dispatch: _Dispatch) -> None:
         """Prefill computes and copies nothing of the dispatch any more: it has room for another."""
         dispatch.has_prefill_part = False
+        self._changed.set()
         if dispatch.is_at_prefill:
             dispatch.is_at_prefill = False
             self._routes.load(dispatch.prefill).prefill_tokens -= dispatch.num_tokens

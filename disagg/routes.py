@@ -54,14 +54,15 @@ class Routes:
     @property
     def is_degraded(self) -> bool:
         """Workers serve alone that should serve in pairs."""
-        return self._was_paired and not self._pairs.verified() and bool(self.open())
+        return any(route.is_alone and route.prefill.role is not Role.MIXED for route in self.open())
 
     def open(self) -> list[Route]:
         """Every route that could be taken, whatever its load."""
-        routes = [Route(pair.prefill, pair.decode) for pair in self._pairs.verified()]
-        routes += [Route(worker, worker) for worker in self._workers if worker.is_ready and worker.role is Role.MIXED]
+        pairs = self._pairs.verified()
+        routes = [Route(pair.prefill, pair.decode) for pair in pairs if pair.prefill.is_open and pair.decode.is_open]
+        routes += [Route(worker, worker) for worker in self._workers if worker.is_open and worker.role is Role.MIXED]
         if not routes and self._was_paired and self._fallback:
-            routes = [Route(worker, worker) for worker in self._workers if worker.is_ready]
+            routes = [Route(worker, worker) for worker in self._workers if worker.is_open]
         return routes
 
     def choose(self, num_tokens: int, *, decodes: bool) -> Route | None:

@@ -50,7 +50,8 @@ def _worker_row(worker: Worker, has_nodes: bool) -> list[str]:
     blocks = "  ".join(f"{name} {count}" for name, count in counts.items())
     node = [worker.node or "-"] if has_nodes else []
     numbers = (worker.epoch, worker.restarts, worker.requests.get("waiting", 0), worker.requests.get("running", 0))
-    return [worker.id, worker.role, *node, worker.state, str(worker.pid or "-"), worker.device, *map(str, numbers), blocks]
+    role = worker.role if worker.next_role in (None, worker.role) else f"{worker.role} → {worker.next_role}"
+    return [worker.id, role, *node, worker.state, str(worker.pid or "-"), worker.device, *map(str, numbers), blocks]
 
 
 def _table(header: list[str], rows: list[list[str]]) -> Iterable[str]:

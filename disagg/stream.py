@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
 from disagg.errors import RequestFailedError
 from disagg.messages import TokenLogprobs, TokenOutput
 from disagg.request import REQUEST_TABLE, FailReason, FinishReason, Request, RequestEvent, RequestState, SamplingParams, advance
+
+
+@dataclass(slots=True)
+class Attempt:
+    """Which workers were to serve a request, and why it had to begin again if it had to."""
+
+    prefill: str
+    decode: str
+    lost_for: FailReason | None = None
 
 
 class RequestStream:
@@ -26,10 +36,10 @@ class RequestStream:
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.tokens: list[int] = []  # generated so far
         self.entered = [(RequestState.QUEUED, now)]  # every state it has been in, and since when
+        self.rank = (request.priority, 0)  # who waits goes first whose is lower; the router puts in when it came
         self.key_name = ""  # whose API key it came with, for the log
-        self.num_attempts = 0
-        self.prefill_worker = ""  # of the latest attempt
-        self.decode_worker = ""
+        self.trace_id = ""  # in hexadecimal, where requests are traced
+        self.attempts: list[Attempt] = []
         self.first_decodes_s: list[float] = []  # of each attempt that came so far: seconds from its commit to its next token
         self.finish_reason: str | None = None  # a FinishReason, once it has finished
         self.error: RequestFailedError | None = None  # why it has failed
@@ -43,6 +53,10 @@ class RequestStream:
     @property
     def is_final(self) -> bool:
         return not REQUEST_TABLE[self.state]
+
+    @property
+    def num_attempts(self) -> int:
+        return len(self.attempts)
 
     @property
     def all_tokens(self) -> list[int]:

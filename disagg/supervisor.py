@@ -2,6 +2,7 @@
 
     STARTING ──Ready──▶ READY ──exit, no progress──▶ DOWN ──backoff──▶ STARTING (epoch + 1)
                                                        └ too many restarts ─▶ GONE, while others can serve; else the server ends
+    A worker that has ``next`` settings, for another role, comes back with them at once: that is no death.
 
 A worker proves that it lives by its messages (Stats at least every HEARTBEAT_S between steps). One that is silent is looked at:
 if it neither uses its CPU nor waits for one for ``hang_s`` (stopped, deadlocked) it is killed, and so is one that
@@ -95,6 +96,7 @@ class WorkerInfo:
     pool_fd: int = -1
     stats: Stats | None = None
     heard_at: float = 0.0  # loop time of its last message
+    next: Configure | None = None  # it gets nothing new, and is started again with these; None again when it is ready
     cause: str = ""  # why it last went down, or said that it could not start
     exited: asyncio.Event = field(default_factory=asyncio.Event)
     receipts: Receipts = field(default_factory=Receipts)
@@ -102,6 +104,11 @@ class WorkerInfo:
     @property
     def is_ready(self) -> bool:
         return self.state is WorkerState.READY
+
+    @property
+    def is_open(self) -> bool:
+        """It may be given something new."""
+        return self.is_ready and self.next is None
 
     def send(self, message: Message, fds: list[int] | None = None) -> None:
         if self.handle is not None:
@@ -168,6 +175,13 @@ class Supervisor:
             if worker in self.workers:
                 self.workers.remove(worker)
 
+    async def end(self, worker: WorkerInfo, cause: str) -> None:
+        """Ask a worker to end, and kill it when it has not after _SHUTDOWN_S."""
+        worker.cause = cause
+        worker.send(Shutdown())
+        if not await _within(worker.exited, _SHUTDOWN_S) and worker.handle is not None:
+            worker.handle.kill()
+
     async def aclose(self) -> None:
         """Ask every worker to end, and kill what has not ended after _SHUTDOWN_S."""
         self._is_closing = True
@@ -198,6 +212,9 @@ class Supervisor:
                 await self._watch(worker)
             if self._is_closing:
                 return
+            if worker.next is not None and worker.settings is not worker.next:
+                worker.settings, worker.role = worker.next, Role(worker.next.role)
+                continue
             now = loop.time()
             deaths.append(now)
             while deaths[0] < now - self._config.restart_window_s:
@@ -209,7 +226,7 @@ class Supervisor:
                     f"worker {worker.id} went down {len(deaths)} times within {self._config.restart_window_s:g} s, "
                     f"last: {worker.cause}"
                 )
-            if worker.ready is None and worker.restarts == 0 and not worker.node:
+            if worker.ready is None and worker.epoch == 1 and not worker.node:
                 raise StartupError(f"worker {worker.id} could not start: {worker.cause}")
             worker.restarts += 1
             first_s = _YIELD_S if self._others_serve() else _BACKOFF_FIRST_S
@@ -222,7 +239,7 @@ class Supervisor:
 
         One of another node never ends this server: the node may join again, better.
         """
-        worker.state = WorkerState.GONE
+        worker.state, worker.next = WorkerState.GONE, None
         can_go_on = bool(worker.node) or self._others_serve()
         log.error("worker given up", worker=worker.id, cause=worker.cause, others_serve_on=can_go_on)
         return can_go_on
@@ -290,9 +307,9 @@ class Supervisor:
                 if message.version != VERSION:
                     worker.kill(f"it speaks version {message.version}, the parent {VERSION}")
                     return
-                worker.state = WorkerState.READY
+                worker.state, worker.next = WorkerState.READY, None
                 log.info(
-                    "worker ready", worker=worker.id, device=message.device, blocks=message.num_blocks,
+                    "worker ready", worker=worker.id, role=worker.role, device=message.device, blocks=message.num_blocks,
                     threads=message.num_threads, load_s=round(message.load_s, 2),
                 )  # fmt: skip
                 self._observer.on_ready(worker)
@@ -312,7 +329,8 @@ class Supervisor:
             os.close(worker.pool_fd)
             worker.pool_fd = -1
         if was_running and not self._is_closing:
-            log.error("worker down", worker=worker.id, epoch=worker.epoch, cause=worker.cause)
+            tell = log.error if worker.next is None else log.info
+            tell("worker down", worker=worker.id, epoch=worker.epoch, cause=worker.cause)
         worker.exited.set()
         return was_ready
 

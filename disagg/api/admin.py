@@ -5,6 +5,8 @@
     POST /drain    {"wait_s": 0}         admit nothing more; waits so long for the last stream to end. The server goes on running
     POST /resume                         admit again
     POST /abort    {"id": "cmpl-…"}      end one request; its client gets an error
+    POST /flip     {"worker": "decode-1", "role": "prefill", "wait_s": 30}
+                                         change what a worker does, after so long at the latest; answers when it does it
 
 File permissions are the whole of its access control. There is no token to leak, and no port for a browser to find.
 """
@@ -26,6 +28,7 @@ from disagg.api.answers import json_answer
 from disagg.api.errors import Failure, failure_of, http_failure
 from disagg.api.services import SERVICES, Services
 from disagg.errors import DisaggError, InvalidRequestError, StartupError
+from disagg.flip import Flipper
 from disagg.operations import Operations
 
 log = structlog.get_logger(__name__)
@@ -44,19 +47,25 @@ class _AbortBody(msgspec.Struct):
     id: str
 
 
+class _FlipBody(msgspec.Struct):
+    worker: str
+    role: str
+    wait_s: float = 30.0
+
+
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 OPERATIONS = web.AppKey("operations", Operations)
+FLIPPER = web.AppKey("flipper", Flipper)
 
 
 class AdminListener:
     """The application on its socket. ``aclose`` takes the socket's name away."""
 
-    def __init__(self, path: str, services: Services, operations: Operations) -> None:
+    def __init__(self, path: str, services: Services, operations: Operations, flipper: Flipper) -> None:
         self.path = path
-        self._runner = web.AppRunner(
-            build_admin_app(services, operations), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
-        )
+        app = build_admin_app(services, operations, flipper)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
         self._inode = -1
 
     async def listen(self) -> None:
@@ -83,9 +92,9 @@ class AdminListener:
             pass
 
 
-def build_admin_app(services: Services, operations: Operations) -> web.Application:
+def build_admin_app(services: Services, operations: Operations, flipper: Flipper) -> web.Application:
     app = web.Application(client_max_size=_MAX_BODY, middlewares=[_in_json])
-    app[SERVICES], app[OPERATIONS] = services, operations
+    app[SERVICES], app[OPERATIONS], app[FLIPPER] = services, operations, flipper
     app.add_routes(
         [
             web.get("/v1/disagg/status", health.status),
@@ -94,6 +103,7 @@ def build_admin_app(services: Services, operations: Operations) -> web.Applicati
             web.post("/drain", _drain),
             web.post("/resume", _resume),
             web.post("/abort", _abort),
+            web.post("/flip", _flip),
         ]
     )
     return app
@@ -104,9 +114,7 @@ async def _requests(http: web.Request) -> web.Response:
 
 
 async def _drain(http: web.Request) -> web.Response:
-    wait_s = (await _body(http, _DrainBody)).wait_s
-    if not 0 <= wait_s <= _MAX_WAIT_S:
-        raise InvalidRequestError(f"wait_s: seconds from 0 to {_MAX_WAIT_S:.0f}", param="wait_s")
+    wait_s = _wait(await _body(http, _DrainBody))
     log.info("draining", by="admin", wait_s=wait_s)
     drained = await http.app[OPERATIONS].drain(wait_s)
     status = http.app[SERVICES].status()
@@ -126,6 +134,19 @@ async def _abort(http: web.Request) -> web.Response:
         raise InvalidRequestError("no request of this id is queued or served", param="id", code="unknown_request", status=404)
     log.info("request aborted", by="admin", request=request_id, choices=num_aborted)
     return json_answer({"id": request_id, "aborted": num_aborted})
+
+
+async def _flip(http: web.Request) -> web.Response:
+    body = await _body(http, _FlipBody)
+    wait_s = _wait(body)
+    flipped = await http.app[FLIPPER].flip(body.worker, body.role, wait_s)
+    return json_answer(msgspec.to_builtins(flipped))
+
+
+def _wait(body: _DrainBody | _FlipBody) -> float:
+    if not 0 <= body.wait_s <= _MAX_WAIT_S:
+        raise InvalidRequestError(f"wait_s: seconds from 0 to {_MAX_WAIT_S:.0f}", param="wait_s")
+    return body.wait_s
 
 
 async def _body(http: web.Request, kind: type[Body]) -> Body:

@@ -2,16 +2,18 @@
 
 A sequence waits, gets blocks for its whole prompt (less what the prefix cache holds), is computed chunk by chunk, and then
 decodes one token per step. Running streams come first in every step; prompts take up to ``chunk_tokens`` beside them. When
-a stream cannot grow, the youngest sequence gives its blocks back and is computed again later (preemption): its draws depend on
-seed and position only, so its tokens do not change. Age is the dispatch number, so the oldest always gets on.
+a stream cannot grow, the sequence that is last in rank gives its blocks back and is computed again later (preemption): its draws
+depend on seed and position only, so its tokens do not change. Rank is the client's priority and, among equals, age, which is the
+dispatch number; so whoever is first always gets on. A prompt that waits takes no blocks from others, whatever its rank.
 
 Pure: no torch, no clock. A step is ``schedule`` → engine → ``commit``.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass
+from operator import attrgetter
 
 from disagg.engine.base import Chunk, Sample, Sequence
 from disagg.engine.blocks import BlockPool, BlockState
@@ -21,6 +23,8 @@ from disagg.request import FinishReason
 
 GROWTH_BLOCKS = 4
 """Blocks that each running stream should have left to grow into when others reserve: about a prefill's worth of steps."""
+
+RANK = attrgetter("rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class Progress:
 
 
 class Scheduler:
-    """``waiting`` is in order of arrival, ``running`` in order of admission."""
+    """``waiting`` is in order of rank, ``running`` in order of admission."""
 
     def __init__(self, pool: BlockPool, *, block_size: int, chunk_tokens: int, max_num_seqs: int, prefix_cache: bool) -> None:
         self.pool = pool
@@ -49,7 +53,7 @@ class Scheduler:
         self.chunk_tokens = chunk_tokens
         self.max_num_seqs = max_num_seqs
         self.prefix_cache = prefix_cache
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_prefix_queries = 0  # full prompt blocks looked up …
@@ -65,7 +69,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose prompt is to be computed here."""
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=RANK)
 
     def adopt(self, sequence: Sequence) -> None:
         """Go on decoding a sequence whose blocks already hold all but its last token."""
@@ -118,7 +122,7 @@ class Scheduler:
             if budget and sequence.is_filling:
                 budget -= self._take(sequence, budget, batch)
         while budget and self.waiting and len(self.running) < self.max_num_seqs and self._admit(self.waiting[0]):
-            sequence = self.waiting.popleft()
+            sequence = self.waiting.pop(0)
             self.running.append(sequence)
             budget -= self._take(sequence, budget, batch)
         return batch
@@ -159,22 +163,22 @@ class Scheduler:
         return is_admitted
 
     def _make_room_for_the_preempted(self) -> None:
-        """A stream that had to give its blocks back outranks those that came after it: the youngest of them yields in turn."""
+        """A stream that had to give its blocks back takes those of the streams behind it in rank, from the last one on."""
         if not self.waiting or not self.waiting[0].num_generated:
             return
-        oldest = self.waiting[0]
-        while self.pool.num_available < -(-len(oldest.tokens) // self.block_size) + len(self.running):
-            younger = [s for s in self.running if s.dispatch > oldest.dispatch and not s.prefill_only]
-            if not younger:
+        first = self.waiting[0]
+        while self.pool.num_available < -(-len(first.tokens) // self.block_size) + len(self.running):
+            behind = [s for s in self.running if s.rank > first.rank and not s.prefill_only]
+            if not behind:
                 return
-            self._preempt(max(younger, key=lambda s: s.dispatch))
+            self._preempt(max(behind, key=RANK))
 
     def _grow(self, sequence: Sequence) -> bool:
         """A slot for the token about to be computed, at the cost of others if need be. False: it was preempted itself."""
         if len(sequence.blocks) * self.block_size > sequence.num_computed:
             return True
         while not self.pool.num_available:
-            victim = max((s for s in self.running if not s.prefill_only), key=lambda s: s.dispatch)
+            victim = max((s for s in self.running if not s.prefill_only), key=RANK)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -185,8 +189,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.num_computed, sequence.is_filling = [], 0, False
-        index = next((i for i, other in enumerate(self.waiting) if other.dispatch > sequence.dispatch), len(self.waiting))
-        self.waiting.insert(index, sequence)
+        insort(self.waiting, sequence, key=RANK)
         self.num_preemptions += 1
 
     def _commit_one(self, chunk: Chunk, sample: Sample) -> Progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from disagg.engine.scheduler import GROWTH_BLOCKS
 from disagg.handoff.protocol import HandoffState
@@ -25,9 +26,16 @@ def check_books(worker: Worker, taken: list[int]) -> None:
     assert worker.decode._num_reserved == states.count(HandoffState.PUSHING), f"{worker!r}"
 
 
-def check_grant(worker: Worker) -> None:
-    """Called when decode has just answered Reserved: running streams outrank reservations."""
+def check_turn(priority: int, left_behind: Iterable[int], where: str) -> None:
+    """Called when one of those that wait at a place has its turn: nobody of a lower value is left behind there."""
+    assert priority <= min(left_behind, default=priority), f"{where}: one of priority {priority} went before {left_behind}"
+
+
+def check_grant(worker: Worker, dispatch: int) -> None:
+    """Called when decode has just answered Reserved: running streams outrank reservations, and it was this one's turn."""
     scheduler = worker.scheduler
+    others = [offer.sequence for offer in worker.decode._offers if offer.sequence.dispatch != dispatch]
+    check_turn(worker.decode._dispatches[dispatch].sequence.priority, [other.priority for other in others], "reservations")
     assert not scheduler.waiting, f"{worker!r}: blocks were reserved before those of a preempted stream"
     num_before = len(scheduler.running) + worker.decode._num_reserved - 1
     assert worker.pool.num_available >= GROWTH_BLOCKS * num_before, f"{worker!r}: running streams have no room to grow"

@@ -8,6 +8,7 @@ unless a fault explains it; and at the end nothing of any request is left anywhe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from functools import lru_cache
 from disagg.config import WorkersConfig
 from disagg.engine.base import Chunk, Sequence
 from disagg.engine.null import NullEngine
-from disagg.errors import OverloadedError, RequestFailedError, UnavailableError
+from disagg.errors import InvalidRequestError, OverloadedError, RequestFailedError, UnavailableError
 from disagg.messages import Message, Stats
 from disagg.request import FailReason, Request, SamplingParams
 from disagg.routes import Load
@@ -35,6 +36,7 @@ class Client:
     max_tokens: int
     prompt: int  # which of a few: equal ones share a prefix
     leaves_after_s: float | None
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Schedule:
     verify_kv: bool = True
 
 
-TO_WORKERS = ("kill", "vanish", "hang", "stall", "slow", "squeeze")
+TO_WORKERS = ("kill", "vanish", "hang", "stall", "slow", "squeeze", "flip")
 TO_COPIES = ("hold", "lose")
 TO_MESSAGES = ("lag", "drop", "duplicate", "reorder", "truncate", "repeat")
 KINDS = TO_WORKERS + TO_COPIES + TO_MESSAGES
@@ -83,6 +85,7 @@ def draw(rng: random.Random) -> Schedule:
             max_tokens=rng.randint(1, 60),
             prompt=rng.randrange(4),
             leaves_after_s=seconds(0.5) if rng.randrange(2) else None,
+            priority=rng.choice((-1, 0, 0, 1)),
         )
         for _ in range(rng.randint(1, 10))
     ]
@@ -159,7 +162,8 @@ class Play:
         got: list[int] = []
         try:
             params = SamplingParams(max_tokens=client.max_tokens)
-            stream = self.world.router.submit(Request(id="client", prompt=list(prompt), params=params))
+            request = Request(id="client", prompt=list(prompt), params=params, priority=client.priority)
+            stream = self.world.router.submit(request)
         except (OverloadedError, UnavailableError):
             assert self.schedule.faults, "refused although nothing was wrong"
             return
@@ -182,8 +186,13 @@ class Play:
     async def _check_end(self) -> None:
         """Every worker and every pair is back, and one more client is served."""
         w = self.world
-        num_pairs = self.schedule.num_prefill * self.schedule.num_decode
-        await w.until(lambda: len(w.pairs.verified()) == num_pairs, "every worker and pair back", timeout_s=LIMIT_S)
+
+        def is_whole() -> bool:
+            roles = [worker.role for worker in w.workers if worker.is_open]
+            num_pairs = roles.count(Role.PREFILL) * roles.count(Role.DECODE)
+            return len(roles) == len(w.workers) and len(w.pairs.verified()) == num_pairs
+
+        await w.until(is_whole, "every worker and pair back", timeout_s=LIMIT_S)
         await self._client(LAST)
         await w.all_empty(timeout_s=LIMIT_S)
         for worker in w.workers:
@@ -193,7 +202,9 @@ class Play:
     async def _fault(self, fault: Fault) -> None:
         await asyncio.sleep(fault.at_s)
         # Only prefill workers copy anything.
-        names = [worker.id for worker in self.world.workers if fault.kind not in TO_COPIES or worker.role is Role.PREFILL]
+        workers = self.world.workers
+        names = [worker.id for worker in workers if fault.kind not in TO_COPIES or worker.role is Role.PREFILL]
+        names = names or [worker.id for worker in workers]  # they have all been flipped
         name = names[fault.worker % len(names)]
         self._may_restart[name] += fault.kind in MORTAL
         await getattr(self, fault.kind)(self.world.handles[name], fault)
@@ -232,6 +243,12 @@ class Play:
         pool.release(taken)
         handle.squeezed = [block for block in handle.squeezed if block not in taken]
         handle.open_gate()
+
+    async def flip(self, handle: InProcessWorker, fault: Fault) -> None:
+        """It is given another role, or the same at another time; what it has may go on for a while. Some flips are refused."""
+        role = list(Role)[round(fault.for_s * 1e3) % len(Role)]
+        with contextlib.suppress(InvalidRequestError):
+            await self.world.flipper.flip(handle.settings.worker, role, fault.for_s / 2)
 
     async def hold(self, handle: InProcessWorker, fault: Fault) -> None:
         """Copies do not complete for a while."""

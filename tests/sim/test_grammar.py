@@ -19,6 +19,7 @@ from disagg.model import find_model
 from disagg.request import FailReason, RequestState
 from disagg.text.grammar_vocabulary import grammar_vocabulary
 from disagg.text.tokenizer import load_tokenizer
+from disagg.text.tools import HERMES, MISTRAL, MISTRAL_V11, MISTRAL_V13, ToolFormat, ToolParser, ToolSupport, calls_grammar
 from tests.sim.world import World, collect, make_layout, request, world
 
 VOCABULARY = grammar_vocabulary(load_tokenizer(find_model("null")))
@@ -83,6 +84,37 @@ async def test_a_death_at_any_token_changes_nothing(worker: str, num_tokens: int
         w.handles[worker].kill()
         assert await asyncio.gather(*running) == expected
         assert all(stream.state is RequestState.FINISHED for stream in streams)
+
+
+TOOLS = {"look": SCHEMA, "look_up": {"type": "object", "properties": {}, "additionalProperties": False}}
+
+
+@pytest.mark.parametrize("form", [HERMES, MISTRAL, MISTRAL_V11, MISTRAL_V13], ids=["hermes", "mistral", "v11", "v13"])
+@pytest.mark.parametrize("other", [None, JSON["grammar"]], ids=["required", "calls or a form"])
+async def test_calls_are_the_same_wherever_they_are_computed(form: ToolFormat, other: str | None) -> None:
+    """One worker, two, and two of which one dies in the middle: the same tokens, which are read as the same calls."""
+    asked = {"grammar": calls_grammar(ToolSupport(form, {}), TOOLS, may_be_many=False, other=other)}
+    expected = await colocated(**asked)
+    async with world("prefill", "decode", chunk_tokens=4, make_engine=make_engine) as w:
+        assert await answers(w, **asked) == expected
+    async with world("prefill", "decode", make_engine=make_engine) as w:
+        streams = [w.router.submit(request(prompt, NUM_TOKENS, **{**JSON, **asked})) for prompt in PROMPTS]
+        running = [asyncio.create_task(collect(stream)) for stream in streams]
+        await w.until(lambda: len(streams[0].tokens) >= 12, "twelve tokens")
+        w.handles["decode-0"].kill()
+        assert await asyncio.gather(*running) == expected
+    num_calls = 0
+    for tokens in expected:
+        parser = ToolParser(form, TOOLS, is_either=other is not None)
+        (content, deltas), (rest, more) = parser.push(text(tokens)), parser.flush()
+        num_calls += parser.num_complete
+        if parser.num_told:
+            name, arguments = deltas[0].name, "".join(delta.arguments for delta in [*deltas, *more])
+            assert name in TOOLS
+            jsonschema.validate(json.loads(arguments), TOOLS[name])
+        else:
+            jsonschema.validate(json.loads(content + rest), SCHEMA)
+    assert num_calls == len(PROMPTS) if other is None else num_calls <= len(PROMPTS)
 
 
 async def test_preemption_changes_nothing() -> None:

@@ -37,10 +37,12 @@ async def test_a_finished_request_is_one_line(journal: Journal) -> None:
     prompt = "a secret that no log may show"
     async with world("prefill", "decode") as w:
         stream = w.router.submit(request(prompt, 8))
+        stream.trace_id = "0af7651916cd43dd8448eb211c80319c"
         tokens = await collect(stream)
         assert w.router.num_generated_tokens == len(tokens) == 8
     (line,) = journal.ended
     assert line["state"] == "finished"
+    assert line["trace_id"] == "0af7651916cd43dd8448eb211c80319c"
     assert line["finish_reason"] == "length"
     assert (line["prompt_tokens"], line["completion_tokens"], line["attempts"]) == (len(prompt), 8, 1)
     assert (line["prefill"], line["decode"]) == ("prefill-0", "decode-0")
@@ -77,7 +79,7 @@ async def test_a_failover_is_counted_by_its_reason_and_shows_in_the_line(journal
         stream = w.router.submit(request("it lives on", 30))
         running = asyncio.create_task(collect(stream))
         await w.until(lambda: len(stream.tokens) >= 3, "3 tokens")
-        died = stream.decode_worker
+        died = stream.attempts[-1].decode
         w.handles[died].kill()
         assert len(await running) == 30
         await w.until(lambda: all(info.is_ready for info in w.workers), "the worker restarted")

@@ -20,9 +20,10 @@ import numpy as np
 
 from disagg.channel import FrameReader, FrameWriter
 from disagg.config import LogConfig, SchedulerConfig, WorkersConfig
-from disagg.engine.base import Engine
+from disagg.engine.base import Engine, Sequence
 from disagg.engine.null import NullEngine
 from disagg.errors import ProtocolError, StartupError
+from disagg.flip import Flipper
 from disagg.handoff.host_pool import create_pool
 from disagg.handoff.memory import MemoryNetwork, MemoryTransport
 from disagg.handoff.shm import ShmTransport
@@ -33,11 +34,12 @@ from disagg.messages import HEARTBEAT_S, VERSION, Configure, Message, Ready, Res
 from disagg.pairs import Pairs
 from disagg.request import FailReason, Request, SamplingParams
 from disagg.router import Router
+from disagg.routes import Route
 from disagg.stream import RequestStream
 from disagg.supervisor import Supervisor, WorkerInfo
 from disagg.worker import Worker
 from tests.sim.loop import VirtualLoop
-from tests.sim.rules import check_copy, check_grant
+from tests.sim.rules import check_copy, check_grant, check_turn
 
 BLOCK_SIZE = 4
 DEADLINE_S = 10.0
@@ -308,7 +310,9 @@ class InProcessWorker:
     def _step(self) -> None:
         self._is_scheduled = False
         if self.is_alive and not self.is_stopped and not self.is_stalled:
+            waited = list(self.worker.scheduler.waiting)
             was_busy, self._is_busy = self._is_busy, self.worker.step()
+            self._check_turns(waited)
             if self._is_busy:
                 self._is_scheduled = True
                 self._loop.call_later(self.step_s, self._step)
@@ -317,13 +321,25 @@ class InProcessWorker:
             if was_busy and not self._is_busy:
                 self._tell_stats()
 
+    def _check_turns(self, waited: list[Sequence]) -> None:
+        left_behind = [sequence for sequence in waited if sequence in self.worker.scheduler.waiting]
+        for sequence in waited:
+            if sequence not in left_behind:
+                check_turn(sequence.priority, [other.priority for other in left_behind], f"{self.worker!r}")
+
     def _tell_stats(self) -> None:
         self._tell(msgspec.structs.replace(self.worker.stats(), received=self.inbound.reader.num_taken))
 
     def _tell(self, message: Message, fds: list[int] | None = None) -> None:
         if isinstance(message, Reserved):
-            check_grant(self.worker)
+            check_grant(self.worker, message.dispatch)
         self.outbound.send(message, fds or [])
+
+
+class WatchedRouter(Router):
+    def _start(self, stream: RequestStream, route: Route) -> None:
+        check_turn(stream.request.priority, [other.request.priority for other in self._queue], "the router's queue")
+        super()._start(stream, route)
 
 
 class NoMetrics:
@@ -369,9 +385,11 @@ class World:
         self.metrics = NoMetrics()
         self.pairs = Pairs(self.workers, mint, on_verified=lambda: self.router.on_change(), by_address=fabric.by_address)
         loop = asyncio.get_running_loop()
-        self.router = Router(
+        self.router = WatchedRouter(
             self.workers, self.pairs, scheduler, mint, loop.time, self.metrics, fallback=workers.fallback, stuck_s=workers.stuck_s
         )
+
+        self.flipper = Flipper(self.router, self.pairs, self.supervisor, start_s=DEADLINE_S)
 
     def launch(self, settings: Configure, on_message: OnMessage, on_exit: OnExit) -> InProcessWorker:
         engine = self._make_engine(settings)
@@ -491,9 +509,10 @@ async def world(
         await asyncio.gather(running, return_exceptions=True)
 
 
-def request(prompt: str | list[int], max_tokens: int = 8, **params: Any) -> Request:
+def request(prompt: str | list[int], max_tokens: int = 8, *, priority: int = 0, **params: Any) -> Request:
     ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
-    return Request(id=f"test-{ids[:3]}", prompt=ids, params=SamplingParams(max_tokens=max_tokens, **params))
+    sampling = SamplingParams(max_tokens=max_tokens, **params)
+    return Request(id=f"test-{ids[:3]}", prompt=ids, params=sampling, priority=priority)
 
 
 async def collect(stream: RequestStream, timeout_s: float = DEADLINE_S) -> list[int]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import re
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.config import Config, KVConfig, ModelConfig, WorkersConfig
-from disagg.deployment import Deployment, plan
+from disagg.deployment import Deployment, in_role, plan
 from disagg.errors import StartupError
+from disagg.messages import Configure
 from disagg.model import ModelFiles, find_model, kv_layout, read_model_spec
+from disagg.supervisor import Role
 
 FILES: ModelFiles = find_model("null")
 SPEC = read_model_spec(FILES)
@@ -72,3 +75,15 @@ def test_cores_are_shared_out_to_the_last_and_none_twice(num_cpus: int, prefill:
     taken = list(itertools.chain(*shares))
     assert sorted(taken) == (list(range(num_cpus)) if num_cpus >= prefill + decode else [])
     assert len(shares) == prefill + decode
+
+
+def test_a_worker_in_another_role_is_as_if_it_had_been_planned_so() -> None:
+    """Everything but its name and its cores, which it keeps."""
+
+    def others(worker: Configure) -> Configure:
+        return msgspec.structs.replace(worker, worker="", cpus=[])
+
+    prefill, decode = planned(Config()).workers
+    assert others(in_role(prefill, Role.DECODE)) == others(decode)
+    assert others(in_role(decode, Role.PREFILL)) == others(prefill)
+    assert in_role(in_role(prefill, Role.MIXED), Role.PREFILL) == prefill

@@ -42,7 +42,8 @@ async def admin(router: Router, path: Path, **changes: Any) -> AsyncIterator[aio
     router_seen: Any = type("Seen", (), {"streams": router.open, "drain": router.drain, "is_draining": False})()
     status = lambda: {"draining": router.is_draining, "requests": {"decoding": len(router.open())}}  # noqa: E731
     operations = Operations(router_seen, lambda: 0.0, on_resumed=lambda: setattr(router, "is_draining", False))
-    listener = AdminListener(str(path), make_services(router, status=status, **changes), operations)
+    flipper: Any = None  # tests/sim/test_flip.py
+    listener = AdminListener(str(path), make_services(router, status=status, **changes), operations, flipper)
     await listener.listen()
     try:
         async with aiohttp.ClientSession("http://admin", connector=aiohttp.UnixConnector(str(path))) as http:
@@ -114,6 +115,7 @@ async def test_one_request_is_ended_by_its_id(tmp_path: Path) -> None:
             assert (code, set(answer)) == (status, {"error"})
         assert not other.is_final
         assert (await post(http, "/drain", {"wait_s": -1}))[0] == 400
+        assert (await post(http, "/flip", {"worker": "prefill-0", "role": "decode", "wait_s": 1e9}))[0] == 400
         assert (await post(http, "/nothing"))[0] == 404
         other.abort()
 

@@ -20,9 +20,11 @@ def make_scheduler(
     return Scheduler(pool, block_size=BLOCK_SIZE, chunk_tokens=chunk_tokens, max_num_seqs=max_num_seqs, prefix_cache=prefix_cache)
 
 
-def make_sequence(dispatch: int, num_prompt: int, max_tokens: int, *, prefill_only: bool = False, salt: int = 0) -> Sequence:
-    prompt = [1000 + salt + i for i in range(num_prompt)]
-    return Sequence(dispatch, prompt, SamplingParams(max_tokens=max_tokens), num_prompt=num_prompt, prefill_only=prefill_only)
+def make_sequence(
+    dispatch: int, num_prompt: int, max_tokens: int, *, prefill_only: bool = False, salt: int = 0, priority: int = 0
+) -> Sequence:
+    prompt, params = [1000 + salt + i for i in range(num_prompt)], SamplingParams(max_tokens=max_tokens)
+    return Sequence(dispatch, prompt, params, num_prompt=num_prompt, prefill_only=prefill_only, priority=priority)
 
 
 def next_token(tokens: list[int]) -> int:
@@ -32,6 +34,7 @@ def next_token(tokens: list[int]) -> int:
 
 def step(scheduler: Scheduler) -> tuple[list[Chunk], list[Progress]]:
     batch = scheduler.schedule()
+    assert scheduler.waiting == sorted(scheduler.waiting, key=lambda s: (s.priority, s.dispatch))
     for chunk in batch:
         blocks = chunk.sequence.blocks
         assert len(blocks) * BLOCK_SIZE >= chunk.start + chunk.num_tokens, "a chunk without slots for its tokens"
@@ -148,6 +151,45 @@ def test_a_preempted_stream_outranks_those_that_came_after_it() -> None:
     run_to_end(scheduler)
     assert old.tokens == expected_tokens(8, 24, 0)
     assert young.tokens == expected_tokens(24, 3, 50)
+    assert scheduler.pool.is_idle
+
+
+@given(priorities=st.lists(st.integers(-2, 2), min_size=1, max_size=12), max_num_seqs=st.integers(1, 3))
+def test_prompts_start_by_priority_and_among_equals_by_age(priorities: list[int], max_num_seqs: int) -> None:
+    """Whatever the order in which they come, and never more than may run at once."""
+    scheduler = make_scheduler(num_blocks=64, chunk_tokens=64, max_num_seqs=max_num_seqs)
+    for dispatch, priority in enumerate(priorities):
+        scheduler.add(make_sequence(dispatch, 5, 3, salt=100 * dispatch, priority=priority))
+    started: list[int] = []
+    while scheduler.has_work:
+        batch, _ = step(scheduler)
+        started += [chunk.sequence.dispatch for chunk in batch if chunk.start == 0]
+    assert started == sorted(range(len(priorities)), key=lambda dispatch: (priorities[dispatch], dispatch))
+
+
+def test_what_runs_goes_on_when_something_more_urgent_comes() -> None:
+    """A prompt that waits takes no blocks from a stream, however urgent it is: it starts when the stream has ended."""
+    scheduler = make_scheduler(num_blocks=6, prefix_cache=False)
+    running, urgent = make_sequence(1, 8, 12, priority=9), make_sequence(2, 16, 2, salt=50, priority=-9)
+    scheduler.add(running)
+    step(scheduler)
+    scheduler.add(urgent)
+    ended = [progress.sequence for progress in run_to_end(scheduler)]
+    assert (ended, scheduler.num_preemptions) == ([running, urgent], 0)
+
+
+def test_the_least_urgent_stream_yields_even_if_it_is_older() -> None:
+    """Where blocks run out somebody has to give them back; age decides only among equals."""
+    scheduler = make_scheduler(num_blocks=6, prefix_cache=False)
+    patient, urgent = make_sequence(1, 8, 12, priority=1), make_sequence(2, 8, 8, salt=50)
+    scheduler.add(patient)
+    scheduler.add(urgent)
+    while patient in scheduler.running or not patient.num_generated:
+        step(scheduler)
+        assert urgent in scheduler.running or not urgent.num_generated
+    run_to_end(scheduler)
+    assert patient.tokens == expected_tokens(8, 12, 0)
+    assert urgent.tokens == expected_tokens(8, 8, 50)
     assert scheduler.pool.is_idle
 
 
