@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,9 +33,21 @@ INSTALL = "pip install 'disagg[structured]'"
 
 Mask = npt.NDArray[np.bool_]
 
-_NUM_COMPILED = 64
+_NUM_COMPILED = 32
+"""Grammars that are kept. The worst of them grows to some 40 MB, where _MAX_LEXER_STATES ends it."""
+
+_MAX_LEXER_STATES = 100_000
+"""Of one grammar, for all its answers together: an expression such as ``.*a.{40}`` makes a new one with almost every token."""
+
+_MAX_STEP_ITEMS = 5_000
+"""Of the parser, for one mask. Rules that read a text in many ways (``s: s s | "a"``) need more with every token: at the
+library's 50,000 a step takes 0.7 s, for which every stream of the worker waits, and at this 40 ms. 500 optional properties
+need 2,100."""
+
+_VOCABULARY_S = 30.0
 _LOOK_AHEAD = 64  # bytes
 _LONGEST_MESSAGE = 280
+_NOTHING_FITS = ("NoExtension", "NoExtensionBias")  # the library's words
 _FORM = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """How JSON is written: on one line, a space after a comma or colon or none. Where any whitespace may stand, small models write it
 until their answer is cut."""
@@ -92,7 +106,13 @@ def lark_or_gbnf(rules: str) -> str:
 
 def literal(text: str) -> str:
     """``text`` as a terminal of the rules."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # the one character that they do not take as it is
+
+
+def either(rules: str, grammar: str) -> str:
+    """What ``rules`` derive or what ``grammar``, another canonical text, allows. The rules call that ``@other``."""
+    (other,) = json.loads(grammar)["grammars"]
+    return json.dumps({"grammars": [{"lark_grammar": rules}, {"name": "other", **other}]}, ensure_ascii=False)
 
 
 # ------------------------------------------------------------------------------------------------------- the matcher
@@ -110,8 +130,23 @@ class Vocabulary:
     ends: tuple[int, ...]
 
 
+class Matchers(Protocol):
+    """Where an engine gets its matchers."""
+
+    def matcher(self, grammar: str, stop_token_ids: Collection[int]) -> Matcher:
+        """A matcher at the beginning of ``grammar``, for an answer that ``stop_token_ids`` end.
+
+        Raises GrammarError for a grammar that cannot be compiled, saying why.
+        """
+        ...
+
+    def forget(self, grammar: str) -> None:
+        """Compile it anew next time. What matchers of one grammar find out they share, up to a limit that ends them all."""
+        ...
+
+
 class Compiler:
-    """Grammars over one vocabulary. The last ones are kept, since many requests share a schema."""
+    """Matchers over one vocabulary. The last grammars are kept, since many requests share a schema."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         import llguidance
@@ -121,10 +156,6 @@ class Compiler:
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
 
     def matcher(self, grammar: str, stop_token_ids: Collection[int]) -> Matcher:
-        """A matcher at the beginning of ``grammar``, for an answer that ``stop_token_ids`` end.
-
-        Raises GrammarError for a grammar that cannot be compiled, saying why.
-        """
         compiled = self._compiled.pop(grammar, None)
         if compiled is None:
             compiled = self._compile(grammar)
@@ -134,7 +165,6 @@ class Compiler:
         return Matcher(compiled.deep_copy(), self._vocabulary, stop_token_ids)
 
     def forget(self, grammar: str) -> None:
-        """Compile it anew next time. What matchers of one grammar find out they share, up to a limit that ends them all."""
         self._compiled.pop(grammar, None)
 
     def check(self, grammar: str) -> None:
@@ -148,10 +178,40 @@ class Compiler:
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
         import llguidance
 
-        compiled = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        limits = llguidance.LLParserLimits(step_max_items=_MAX_STEP_ITEMS, max_lexer_states=_MAX_LEXER_STATES)
+        compiled = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if compiled.is_error():
             raise GrammarError(_one_line(compiled.get_error()))
         return compiled
+
+
+class LateCompiler:
+    """A Compiler that ``make`` makes in a thread of its own, from ``start`` on. Who asks before it is there waits for it."""
+
+    def __init__(self, make: Callable[[], Compiler]) -> None:
+        self._make = make
+        self._compiler: Future[Compiler] = Future()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="grammar vocabulary", daemon=True).start()
+
+    def matcher(self, grammar: str, stop_token_ids: Collection[int]) -> Matcher:
+        return self._made().matcher(grammar, stop_token_ids)
+
+    def forget(self, grammar: str) -> None:
+        self._made().forget(grammar)
+
+    def _made(self) -> Compiler:
+        try:
+            return self._compiler.result(_VOCABULARY_S)
+        except TimeoutError:
+            raise GrammarError(f"the vocabulary has not been read within {_VOCABULARY_S:.0f} s") from None
+
+    def _run(self) -> None:
+        try:
+            self._compiler.set_result(self._make())
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must reach the one who asks
+            self._compiler.set_exception(GrammarError(f"the vocabulary cannot be read: {error}"))
 
 
 class Matcher:
@@ -203,7 +263,10 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise GrammarError(f"after {self.num_read} tokens: {_one_line(self._matcher.get_error())}")
+            error = _one_line(self._matcher.get_error())
+            if error in _NOTHING_FITS:
+                error = "nothing can follow, and nothing is whole"
+            raise GrammarError(f"after {self.num_read} tokens: {error}")
 
 
 class _Table:

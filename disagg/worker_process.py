@@ -22,7 +22,7 @@ from disagg import grammar
 from disagg import log as logging_setup
 from disagg.channel import ChannelClosed, Connection
 from disagg.errors import DisaggError, ProtocolError, StartupError
-from disagg.grammar import Compiler
+from disagg.grammar import Compiler, LateCompiler
 from disagg.handoff.host_pool import create_pool, populate
 from disagg.handoff.shm import ShmTransport
 from disagg.handoff.transport import Transport
@@ -70,6 +70,7 @@ def _serve(connection: Connection, settings: Configure) -> None:
     from disagg.engine.load import load_engine  # torch is imported here, after cores and thread counts are set
 
     files = find_model(settings.model)
+    compiler = _compiler(files, settings.vocab_size) if settings.has_grammars else None
     engine = load_engine(
         files,
         dtype=settings.dtype,
@@ -77,7 +78,7 @@ def _serve(connection: Connection, settings: Configure) -> None:
         vocab_size=settings.vocab_size,
         device=settings.device,
         progress=reporter.report,
-        compiler=_compiler(files) if settings.has_grammars else None,
+        compiler=compiler,
     )
     layout = engine.layout
     num_blocks = settings.kv_nbytes // layout.block_nbytes
@@ -92,17 +93,22 @@ def _serve(connection: Connection, settings: Configure) -> None:
     load_s = time.monotonic() - started
     connection.send(Ready(VERSION, layout, num_blocks, settings.device, _num_threads(), load_s, transports.address), [pool_fd])
     os.close(pool_fd)  # the parent hands it to the peers; this process has its mapping
+    if compiler is not None:
+        compiler.start()
     try:
         _run(connection, worker, transports)
     finally:
         transports.close()
 
 
-def _compiler(files: ModelFiles) -> Compiler:
-    """For requests with a grammar. Made before the first of them comes: it takes a second for a large vocabulary."""
+def _compiler(files: ModelFiles, vocab_size: int) -> LateCompiler:
+    """For requests with a grammar, of which there may never be one: its vocabulary is read beside the first steps.
+
+    That takes a second for 50,000 tokens, 0.15 s of it in one piece, for which a step has to wait. Raises StartupError.
+    """
     if not grammar.is_installed():
         raise StartupError(f"the server promises grammars, which need llguidance, and this host lacks it: {grammar.INSTALL}")
-    return Compiler(grammar_vocabulary(load_tokenizer(files)))
+    return LateCompiler(lambda: Compiler(grammar_vocabulary(load_tokenizer(files), vocab_size)))
 
 
 def _far_transport(settings: Configure, layout: KVLayout, pool: memoryview) -> Transport | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
-from disagg.api.structured import Form, refused
+from disagg.api.structured import Form, bounded, refused
 from disagg.api.types import ChatBody, NamedTool, Tool
 from disagg.errors import InvalidRequestError
 from disagg.text.tools import CallDelta, ToolParser, ToolSupport, calls_grammar, takes_tools
@@ -21,13 +21,17 @@ _CHOICES = ("none", "auto", "required")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """What one request may do with tools. ``form``: the answer is calls and nothing else."""
+    """What one request may do with tools.
+
+    ``form``: the answer is calls and nothing else; with ``is_either``, calls or what another form says.
+    """
 
     offered: list[dict[str, Any]]  # as chat templates know them
-    names: frozenset[str]
+    schemas: Mapping[str, dict[str, Any]]  # by name, of the arguments
     support: ToolSupport
     may_be_many: bool
     form: Form | None
+    is_either: bool = False
 
     @property
     def markers(self) -> Mapping[int, str]:
@@ -35,7 +39,24 @@ class ToolUse:
         return {token_id: text for text, token_id in self.support.marker_ids.items()}
 
     def parser(self) -> ToolParser:
-        return ToolParser(self.support.form, self.names)
+        return ToolParser(self.support.form, self.schemas.keys(), is_either=self.is_either)
+
+    def beside(self, form: Form) -> ToolUse:
+        """The same, where an answer that is not calls must have ``form``. Raises InvalidRequestError.
+
+        Calls that are forced leave the form nothing to say.
+        """
+        if self.form is not None:
+            return self
+        if not self.support.form.opening:
+            message = "not together with tools: this model writes calls as bare JSON, which nothing tells from such an answer"
+            raise _unsupported(form.param, f"{message}; send tool_choice none, required or a function")
+        calls = self._calls()
+        both = calls_grammar(self.support, self.schemas, may_be_many=self.may_be_many, other=form.grammar)
+        return replace(self, form=bounded(Form(both, form.param, parts=(calls, form))), is_either=True)
+
+    def _calls(self) -> Form:
+        return bounded(Form(calls_grammar(self.support, self.schemas, may_be_many=self.may_be_many), "tools"))
 
     def told(self, request_id: str, delta: CallDelta) -> dict[str, Any]:
         """An entry of a chunk's ``tool_calls``: id, type and name come once, with the first of each call."""
@@ -69,21 +90,21 @@ def requested_tools(
     if is_forced and not can_force:
         raise _unsupported("tool_choice", "only none and auto are supported by this server, which has no llguidance")
     may_be_many = body.parallel_tool_calls is not False and not isinstance(choice, Tool)
-    form = None
-    if is_forced:
-        forced = {choice.function.name: choice} if isinstance(choice, Tool) else tools
-        schemas = {name: tool.function.parameters or _NO_PARAMETERS for name, tool in forced.items()}
-        form = Form(calls_grammar(support, schemas, may_be_many=may_be_many), "tools")
-    return ToolUse(
+    use = ToolUse(
         offered=[msgspec.to_builtins(tool) for tool in tools.values()],
-        names=frozenset(tools),
+        schemas={tool.function.name: _schema(tool) for tool in ([choice] if isinstance(choice, Tool) else tools.values())},
         support=support,
         may_be_many=may_be_many,
-        form=form,
+        form=None,
     )
+    return replace(use, form=use._calls()) if is_forced else use
 
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    return {**tool.function.parameters, "type": "object"} if tool.function.parameters else _NO_PARAMETERS
 
 
 def _check_tools(tools: Sequence[Tool]) -> None:
@@ -96,6 +117,9 @@ def _check_tools(tools: Sequence[Tool]) -> None:
             raise refused(f"{place}.function.name", "1 to 64 letters, digits, dots, dashes and underscores")
         if name in seen:
             raise refused(f"{place}.function.name", "two tools have this name")
+        kind = (tool.function.parameters or {}).get("type", "object")
+        if "object" not in (kind if isinstance(kind, list) else [kind]):
+            raise refused(f"{place}.function.parameters", "arguments are an object: the schema's type must be object")
         seen.add(name)
 
 

@@ -27,6 +27,7 @@ class Sequence:
     tokens: list[int]
     params: SamplingParams
     num_prompt: int
+    priority: int = 0  # its request's
     prefill_only: bool = False  # it leaves after its first token
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)  # of the full blocks of tokens, as far as they were needed
@@ -35,6 +36,11 @@ class Sequence:
     was_whole: bool = False  # KV of all its tokens has existed: computing any but the newest is doing it again
     is_filling: bool = False  # its blocks are being computed here; false once every token but the last has KV
     matcher: Matcher | None = None  # has read all that was generated; the engine makes it for the first token it samples
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Whose is lower goes first, and gives its blocks back last: by priority, among equals by age."""
+        return self.priority, self.dispatch
 
     @property
     def num_generated(self) -> int:

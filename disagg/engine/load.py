@@ -11,7 +11,7 @@ from disagg.engine.torch_engine import TorchEngine
 from disagg.engine.weights_gguf import GgufWeights
 from disagg.engine.weights_safetensors import SafetensorsWeights
 from disagg.errors import ConfigError
-from disagg.grammar import Compiler
+from disagg.grammar import Matchers
 from disagg.model import ModelFiles, kv_layout, read_model_spec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -25,7 +25,7 @@ def load_engine(
     vocab_size: int,
     device: str,
     progress: Progress,
-    compiler: Compiler | None = None,
+    compiler: Matchers | None = None,
 ) -> Engine:
     """Read the model and build its engine.
 

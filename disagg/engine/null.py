@@ -14,7 +14,7 @@ import numpy.typing as npt
 from disagg.engine.base import Chunk, Sample
 from disagg.engine.grammar import Grammars
 from disagg.errors import GrammarError
-from disagg.grammar import Compiler, Mask
+from disagg.grammar import Mask, Matchers
 from disagg.kv import KVLayout
 from disagg.messages import TokenLogprobs
 
@@ -25,7 +25,7 @@ _IS_LIKELY = np.array([_FIRST <= token < _FIRST + _NUM or token >= 256 for token
 class NullEngine:
     """``layout`` must be the null model's: 1 layer, 1 head of 8 bytes."""
 
-    def __init__(self, layout: KVLayout, compiler: Compiler | None = None) -> None:
+    def __init__(self, layout: KVLayout, compiler: Matchers | None = None) -> None:
         self.layout = layout
         self._grammars = Grammars(compiler)
         self._pool: npt.NDArray[np.uint8] = np.empty((0, 2, layout.block_size, 8), np.uint8)

@@ -12,7 +12,7 @@ from disagg.engine.grammar import Grammars
 from disagg.engine.llama import Llama
 from disagg.engine.sampling import Row, sample, score
 from disagg.errors import GrammarError
-from disagg.grammar import Compiler
+from disagg.grammar import Matchers
 from disagg.kernels.paged import Work, make_plan, plan_order
 from disagg.kv import KVLayout
 from disagg.messages import TokenLogprobs
@@ -26,7 +26,7 @@ _SCORE_ROWS = 256
 class TorchEngine:
     """``vocab_size``: the tokenizer's; ids at and above it are never sampled."""
 
-    def __init__(self, model: Llama, layout: KVLayout, *, vocab_size: int, compiler: Compiler | None = None) -> None:
+    def __init__(self, model: Llama, layout: KVLayout, *, vocab_size: int, compiler: Matchers | None = None) -> None:
         self.layout = layout
         self._grammars = Grammars(compiler)
         self._model = model

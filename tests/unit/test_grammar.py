@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
-import time
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 
 from disagg import grammar
 from disagg.errors import GrammarError
-from disagg.grammar import Compiler, Matcher
+from disagg.grammar import Compiler, LateCompiler, Matcher, Vocabulary
 from disagg.model import find_model
 from disagg.text.grammar_vocabulary import grammar_vocabulary
 from disagg.text.tokenizer import load_tokenizer
@@ -96,6 +98,10 @@ def test_what_an_expression_refuses_does_not_match(pattern: str, text: str) -> N
     [
         (grammar.choice(["yes", "no", 'say "hi"\n', "né"]), ["yes", "no", 'say "hi"\n', "né"], ["", "y", "yesno"]),
         (grammar.choice(["a", "ab"]), ["a", "ab"], ["abb", "b"]),
+        (grammar.choice(["\x7f", "\x00\x1f", "\u2028", "/x/ // #", ""]), ["\x7f", "\x00\x1f", "\u2028", "/x/ // #", ""], ["x"]),
+        (grammar.either('start: "<" %json {"type": "integer"} | @other', grammar.choice(["a", "b"])), ["<1", "b"], ["1", "<a"]),
+        (grammar.either('start: n | @other\nn: "x"', grammar.lark('start: n\nn: "y"')), ["x", "y"], ["xy", ""]),
+        (grammar.either('start: "x" | @other', grammar.json_schema({"type": "integer"})), ["x", "12"], ["x1", '"1"']),
         (grammar.lark_or_gbnf('start: "(" start ")" | "x"'), ["x", "((x))"], ["(x", ""]),
         (grammar.lark_or_gbnf('root ::= "<" [a-z]+ ">"'), ["<abc>"], ["<>", "<A>"]),
         (grammar.json_schema({"type": "object"}), ["{}", '{"a": [1,2]}', '{"a":null, "b":{}}'], ["[]", "{", "{\n}", '{"a":  1}']),
@@ -175,6 +181,7 @@ BROKEN = {
     "unknown rule": (grammar.lark("start: nothing"), "nothing"),
     "no rules": (grammar.lark("!!"), ""),
     "no end": (grammar.lark('start: "a" start'), "Too many items"),
+    "nothing but itself": (grammar.json_schema({"$ref": "#"}), "nothing can follow"),
 }
 
 
@@ -189,19 +196,66 @@ def test_a_broken_grammar_says_what_is_wrong(name: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def write_a(matcher: Matcher, num_tokens: int) -> None:
+def write_first(matcher: Matcher, num_tokens: int) -> None:
     for _ in range(num_tokens):
-        matcher.allowed(may_stop=True)
-        matcher.read(b"a")
+        matcher.read([int(matcher.allowed(may_stop=True).argmax())])
 
 
 def test_a_step_that_gets_too_complex_is_an_error() -> None:
-    """What compiles may still grow beyond all bounds while it is followed: that ends it, soon."""
+    """What compiles may still grow beyond all bounds while it is followed: that ends it."""
     matcher = COMPILER.matcher(grammar.regex("((((a{1,200}){1,200}){1,200}){1,200}){1,200}"), [END])
-    started = time.monotonic()
     with pytest.raises(GrammarError, match=r"after \d+ tokens"):
-        write_a(matcher, 100)
-    assert time.monotonic() - started < 5.0
+        write_first(matcher, 100)
+
+
+def test_rules_that_read_a_text_in_ever_more_ways_are_an_error() -> None:
+    """Their steps take longer with every token, and every stream of the worker waits for them: that ends it early."""
+    tokens = ["".join(letters) for size in range(1, 6) for letters in itertools.product("ab", repeat=size)]
+    compiler = Compiler(Vocabulary(tokens=[*(token.encode() for token in tokens), b"<end>"], special=frozenset([62]), ends=(62,)))
+    matcher = compiler.matcher(grammar.lark('start: s\ns: s s | "a" | "b" | "aa" | "ab"'), [62])
+    with pytest.raises(GrammarError, match="Too many items"):
+        write_first(matcher, 200)
+
+
+def test_a_wide_schema_is_within_the_limits() -> None:
+    """Five hundred optional properties, in their order, with any of them left out."""
+    schema = {
+        "type": "object",
+        "properties": {f"p{index}": {"type": "integer"} for index in range(500)},
+        "additionalProperties": False,
+    }
+    text = json.dumps({f"p{index}": index for index in range(0, 500, 7)})
+    assert accepts(COMPILER.matcher(grammar.json_schema(schema), [END]), text)
+
+
+def test_ids_beyond_the_models_are_no_tokens() -> None:
+    """A tokenizer may know more ids than the model has logits for: what only those could write cannot be written."""
+    tokenizer = load_tokenizer(find_model("null"))
+    compiler = Compiler(grammar_vocabulary(tokenizer, 100))
+    assert compiler.matcher(grammar.regex("[a-z]"), [END]).allowed(may_stop=True).tolist()[97:] == [True] * 3
+    with pytest.raises(GrammarError, match="nothing can follow"):
+        compiler.check(grammar.regex("z"))
+
+
+def test_a_late_compiler_is_waited_for_and_its_fault_is_told() -> None:
+    """Whoever asks before the vocabulary has been read gets the matcher all the same; or the reason why there is none."""
+    may_go_on = threading.Event()
+
+    def make() -> Compiler:
+        assert may_go_on.wait(10.0)
+        return COMPILER
+
+    late = LateCompiler(make)
+    late.start()
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(late.matcher, grammar.regex("a"), [END])
+        assert not asked.done()
+        may_go_on.set()
+        assert ids(asked.result(10.0).allowed(may_stop=True)) == [ord("a")]
+    broken = LateCompiler(lambda: Compiler(grammar_vocabulary(load_tokenizer(find_model("/nowhere")))))
+    broken.start()
+    with pytest.raises(GrammarError, match=r"the vocabulary cannot be read: .*nowhere"):
+        broken.matcher(grammar.regex("a"), [END])
 
 
 def test_a_forgotten_grammar_is_compiled_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -83,6 +84,33 @@ def test_what_cannot_be_followed_raises() -> None:
         Grammars(None).allowed(sequence(b"x", b"", "a"))
     with pytest.raises(GrammarError):
         Grammars(COMPILER).allowed(sequence(b"x", b"z", "a"))
+
+
+def test_what_other_answers_have_found_out_ends_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matchers of one grammar share a limit: an answer that keeps it alone goes on when others have used it up."""
+    monkeypatch.setattr(grammar, "_MAX_LEXER_STATES", 400)
+    compiler, pattern = Compiler(VOCABULARY), "[ab]*a[ab]{12}"
+    rng = random.Random(7)
+    texts = [bytes(rng.choice(b"ab") for _ in range(30)) for _ in range(20)]
+
+    def share() -> None:
+        for text in texts:
+            matcher = compiler.matcher(grammar.regex(pattern), [END])
+            for byte in text:
+                matcher.allowed(may_stop=True)
+                matcher.read([byte])
+
+    with pytest.raises(GrammarError, match="too many states"):
+        share()
+    grammars = Grammars(compiler)
+    for text in texts:
+        one = sequence(b"x", b"", pattern)
+        for byte in text:
+            assert chr(byte) in allowed(grammars, one)
+            assert not grammars.read(one, byte)
+            one.tokens.append(byte)
+        assert one.matcher is not None
+        assert one.matcher.num_read == len(text)
 
 
 @given(
