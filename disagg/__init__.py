@@ -5,7 +5,8 @@ The map, in the order a request meets the modules.
 Before any request:
     cli         arguments; ``chat`` is the conversation in a terminal, ``verify`` the proof that disaggregated output equals
                 colocated output; ``doctor`` (with ``speed``) checks the host; ``status`` and ``top`` show a running server, which
-                they ask through ``remote``; ``drain`` lets one finish what it has; ``units`` makes it a systemd service
+                they ask through ``remote``; ``drain`` lets one finish what it has, or flips a worker; ``units`` makes it a
+                systemd service
     settings    TOML, environment and flags become one frozen ``config``, with the origin of each value; secrets are read by
                 ``credentials``
     serve       the composition root: builds every part below and runs them in one task group
@@ -26,7 +27,7 @@ A request, in the parent:
     grammar     what its answer may be, where it asks for a form: tried out by ``grammar_process``, then followed
                 by the engine token by token
     router      admits it, walks it through its states, keeps its tokens in case a worker dies; ``routes`` chooses the workers
-    operations  what an operator may do to the requests of a running server
+    operations  what an operator may do to the requests of a running server; ``flip`` changes what a worker does
     stream      its tokens on their way back to ``api``, its end, and the way to give it up
     messages    what crosses between parent and worker; ``channel`` carries it in frames over a socket
 
@@ -40,7 +41,7 @@ In the workers:
 
 And all along:
     metrics     counters and histograms (``distribution``); ``vllm_metrics`` shows them by another server's names
-    lifetime    where a request's time went: its stages, its line in the log
+    lifetime    where a request's time went: its stages, its line in the log, and with ``tracing`` its spans for a collector
     errors      what can go wrong, and whose fault it is
 """
 

@@ -52,11 +52,18 @@ class ChatError(DisaggError):
 
 
 def run(
-    *, url: str | None, serve_arguments: Sequence[str], model: str | None, system: str | None, options: Mapping[str, Any]
+    *,
+    url: str | None,
+    key: str,
+    serve_arguments: Sequence[str],
+    model: str | None,
+    system: str | None,
+    options: Mapping[str, Any],
 ) -> int:
     """Talk until the user leaves; return the exit code.
 
-    ``url``: a running server, or None to start one with ``serve_arguments``. ``options`` go into each request as they are.
+    ``url``: a running server, which is shown ``key`` unless that is empty; or None to start one with ``serve_arguments``.
+    ``options`` go into each request as they are.
     When stdin is no terminal its whole content is one question. Raises StartupError when the server does not start.
     """
     screen, notices = Console(highlight=False), Console(stderr=True, highlight=False)
@@ -66,7 +73,7 @@ def run(
         raise ChatError("nothing was asked: standard input is empty")
     with contextlib.ExitStack() as stack:
         server = None if url else stack.enter_context(local_server(serve_arguments, notices))
-        client = Client(server.url if server else url or "")
+        client = Client(server.url if server else url or "", key)
         conversation = Conversation(client, system, options, model or client.first_model())
         if is_interactive:
             return _converse(conversation, screen, notices, server)
@@ -127,7 +134,7 @@ class _Chunk(msgspec.Struct):
 class Client:
     """The two calls of the OpenAI API that a conversation needs, over ``http.client``."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str = "") -> None:
         """Raises ChatError for something that is no http or https URL."""
         self.url = url.rstrip("/").removesuffix("/v1")
         parts = urllib.parse.urlsplit(self.url)
@@ -135,6 +142,7 @@ class Client:
             raise ChatError(f"{url!r} is no URL such as http://127.0.0.1:8000")
         self._connection_type = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._netloc, self._path = parts.netloc, parts.path
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
     def first_model(self) -> str:
         with self._response("GET", "/v1/models", None) as response:
@@ -162,7 +170,7 @@ class Client:
         connection = self._connection_type(self._netloc, timeout=READ_TIMEOUT_S)
         payload = None if body is None else msgspec.json.encode(body)
         try:
-            connection.request(method, self._path + path, payload, {"Content-Type": "application/json"})
+            connection.request(method, self._path + path, payload, self._headers)
             with connection.getresponse() as response:
                 if response.status != 200:
                     raise ChatError(_refusal(response.status, response.read()))
@@ -181,7 +189,8 @@ def _refusal(status: int, body: bytes) -> str:
         error = msgspec.json.decode(body, type=_Chunk).error
     except msgspec.DecodeError:
         error = None
-    return f"HTTP {status}: {error.message if error else http.client.responses.get(status, 'no reason given')}"
+    hint = " (--api-key-file FILE)" if status == 401 else ""
+    return f"HTTP {status}: {error.message if error else http.client.responses.get(status, 'no reason given')}{hint}"
 
 
 class Conversation:

@@ -1,4 +1,4 @@
-"""The command line: ``disagg serve | worker | chat | verify | doctor | status | top | drain | install-unit | config``.
+"""The command line: ``disagg serve | worker | chat | verify | doctor | status | top | drain | flip | install-unit | config``.
 
 The flags of the configuration are generated from ``disagg.settings.SETTINGS``: a new field of a config struct is a flag, an
 environment variable, a line of help and a TOML key at once. Nothing here knows a default.
@@ -38,6 +38,7 @@ examples:
   disagg status                                    is it ready, and what is it doing?
   disagg top                                       the same, live, with tokens per second and percentiles
   disagg drain --wait                              let it finish what it has, and admit nothing more
+  disagg flip decode-1 prefill                     let a worker do something else, without dropping a stream
   disagg install-unit --dry-run                    the systemd service for this host
   disagg config show --origin                      every setting, and where it came from
 """
@@ -122,7 +123,12 @@ def _parser() -> argparse.ArgumentParser:
         "Talk to a running server (--url), or start one just for this conversation; then the flags of serve apply.",
         with_settings=True,
     )
-    chat.add_argument("--url", metavar="URL", help="a running server, such as http://127.0.0.1:8000; --model is then a name")
+    chat.add_argument(
+        "--url",
+        metavar="URL",
+        help="a running server, such as http://127.0.0.1:8000; --model is then a name, and the first key in --api-key-file is "
+        "shown to it",
+    )
     chat.add_argument("--system", metavar="TEXT", help="system prompt")
     chat.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: the rest of the context)")
     chat.add_argument("--temperature", type=float, metavar="T", help="0 = always the most likely token")
@@ -173,10 +179,25 @@ def _parser() -> argparse.ArgumentParser:
         "1: with --wait, streams are still running; 2: no answer.",
         False,
     )
-    drain.add_argument("--url", metavar="URL", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
-    drain.add_argument("--socket", metavar="PATH", default="", help="its admin socket (default: where --url's server has it)")
+    _add_admin_socket(drain)
     drain.add_argument("--wait", action="store_true", help="until the last stream has ended")
     drain.add_argument("--resume", action="store_true", help="admit again")
+
+    flip = command(
+        "flip",
+        _flip,
+        "change what a worker of a running server does",
+        "Ask a server on this host, over its admin socket, to give one of its workers another role: what the worker has runs to "
+        "its end, or goes on elsewhere; then it starts again. Returns when it serves; Ctrl-C before that calls it off, unless "
+        "the worker has ended already. Exit code 0: done; 1: refused, or not ready yet; 2: no answer.",
+        False,
+    )
+    flip.add_argument("worker", metavar="WORKER", help="its name, as in disagg status")
+    flip.add_argument("role", metavar="ROLE", choices=["prefill", "decode", "mixed"], help="prefill, decode or mixed")
+    _add_admin_socket(flip)
+    flip.add_argument(
+        "--wait-s", type=float, metavar="S", default=30.0, help="seconds for what it has to end by itself (default: %(default)g)"
+    )
 
     install = command(
         "install-unit",
@@ -207,6 +228,11 @@ def _parser() -> argparse.ArgumentParser:
 def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", metavar="URL", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file whose first key is shown to the server")
+
+
+def _add_admin_socket(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", metavar="URL", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    parser.add_argument("--socket", metavar="PATH", default="", help="its admin socket (default: where --url's server has it)")
 
 
 def _seconds(text: str) -> float:
@@ -269,19 +295,23 @@ def _worker(arguments: argparse.Namespace) -> int:
 
 def _chat(arguments: argparse.Namespace) -> int:
     from disagg import chat
+    from disagg.remote import first_key
 
-    flags = _given_flags(arguments)
+    flags, key = _given_flags(arguments), ""
     if arguments.url is None:
         _load(arguments)  # a wrong setting is this command's error, not a child's
         model, serve_arguments = None, [*_as_argv(arguments.toml_path, flags)]
     else:
-        model, serve_arguments = flags.pop("model.path", None), []
+        model, serve_arguments, key_file = flags.pop("model.path", None), [], flags.pop("server.api_key_file", "")
+        key = first_key(Path(key_file)) if key_file else ""
         if flags or arguments.toml_path:
             unused = ", ".join([SETTINGS[name].flag for name in flags] or ["--config"])
             raise ConfigError(f"{unused}: a running server (--url) has its own settings")
     sampling = {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
     options = {name: value for name, value in sampling.items() if value is not None}
-    return chat.run(url=arguments.url, serve_arguments=serve_arguments, model=model, system=arguments.system, options=options)
+    return chat.run(
+        url=arguments.url, key=key, serve_arguments=serve_arguments, model=model, system=arguments.system, options=options
+    )
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -341,6 +371,19 @@ def _drain(arguments: argparse.Namespace) -> int:
     from disagg import drain
 
     return drain.run(url=arguments.url, path=arguments.socket, waits=arguments.wait, resumes=arguments.resume, environ=os.environ)
+
+
+def _flip(arguments: argparse.Namespace) -> int:
+    from disagg import drain
+
+    return drain.flip(
+        url=arguments.url,
+        path=arguments.socket,
+        worker=arguments.worker,
+        role=arguments.role,
+        wait_s=arguments.wait_s,
+        environ=os.environ,
+    )
 
 
 def _install_unit(arguments: argparse.Namespace) -> int:

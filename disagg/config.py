@@ -140,6 +140,12 @@ class MetricsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = "none"
 
 
+class TracingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    otlp_endpoint: Annotated[
+        str, Meta(description="URL of an OpenTelemetry collector that takes spans, such as http://127.0.0.1:4318; empty = none")
+    ] = ""
+
+
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     server: ServerConfig = ServerConfig()
     model: ModelConfig = ModelConfig()
@@ -150,6 +156,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cluster: ClusterConfig = ClusterConfig()
     log: LogConfig = LogConfig()
     metrics: MetricsConfig = MetricsConfig()
+    tracing: TracingConfig = TracingConfig()
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import os
 import re
+import ssl
 import stat
 from collections.abc import Mapping
 
@@ -33,6 +34,18 @@ def read_private(path: str, setting: str) -> bytes:
     if mode & stat.S_IROTH:
         raise ConfigError(f"{setting}: every user of this host can read {path}: chmod o= {path}")
     return content
+
+
+def load_certificate(context: ssl.SSLContext, cert: str, key: str, section: str) -> None:
+    """Have ``context`` show what the PEM files ``section``.tls_cert and .tls_key hold. An empty ``key``: both are in ``cert``.
+
+    Raises ConfigError for files that cannot be used, and for a key that any user of the host can read.
+    """
+    read_private(key or cert, f"{section}.tls_key" if key else f"{section}.tls_cert")
+    try:
+        context.load_cert_chain(cert, key or None, password="")  # an encrypted key is refused, not asked about
+    except OSError as error:
+        raise ConfigError(f"{section}.tls_cert: cannot use {cert} with the key in {key or cert}: {error}") from error
 
 
 class ApiKeys:

@@ -198,11 +198,12 @@ def _shared_memory() -> Check:
 def port(host: str, number: int) -> Check:
     where = f"{host} port {number}"
     try:
-        infos = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)
-        family, kind, proto, _, address = infos[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
-            probe.bind(address)
+        for family, kind, proto, _, address in socket.getaddrinfo(host, number, type=socket.SOCK_STREAM):  # on all of them
+            with socket.socket(family, kind, proto) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+                probe.bind(address)
+    except UnicodeError:
+        return Check("port", Verdict.FAIL, f"{where}: that is no name of a host", "choose another with --host")
     except OSError as error:
         return Check("port", Verdict.FAIL, f"{where}: {error.strerror}", "choose another with --port, or 0 for any that is free")
     return Check("port", Verdict.PASS, f"{where} is free" if number else "any free one")

@@ -15,6 +15,7 @@ import ssl
 from collections.abc import Callable
 from typing import Protocol, cast
 
+from disagg.credentials import load_certificate
 from disagg.errors import ConfigError, DisaggError, LinkError
 from disagg.session import Beat, LinkMessage, Session, Side
 
@@ -29,13 +30,12 @@ _FLUSH_S = 1.0
 
 def tls_of_head(cert: str, key: str) -> ssl.SSLContext | None:
     """From PEM files; None without. Raises ConfigError."""
+    if key and not cert:
+        raise ConfigError("cluster.tls_key: there is no cluster.tls_cert to go with it")
     if not cert:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(cert, key or None)
-    except OSError as error:
-        raise ConfigError(f"cluster.tls_cert: cannot use {cert} with the key in {key or cert}: {error}") from error
+    load_certificate(context, cert, key, "cluster")
     return context
 
 
@@ -79,7 +79,8 @@ class Link(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._session: Session | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        # Runs from now on: of a connection whose TLS handshake fails, nothing else is ever heard.
+        self._timer: asyncio.TimerHandle | None = self._loop.call_later(HANDSHAKE_S, self._fail, _no_handshake())
         self._is_closed = False
         self._is_gone = asyncio.Event()  # the connection is; set from the start, until there is one
         self._is_gone.set()
@@ -121,14 +122,22 @@ class Link(asyncio.Protocol):
 
     def close(self) -> None:
         """What was sent still goes out, for at most _FLUSH_S. The owner hears nothing more. Closing twice is safe."""
-        if self._is_closed:
-            return
+        if not self._is_closed:
+            self._close(says_goodbye=self._session is not None and self._session.is_proven)
+
+    def _close(self, *, says_goodbye: bool) -> None:
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._transport is not None:
+        if self._transport is None:
+            return
+        if says_goodbye and self._transport.can_write_eof() and not self._transport.is_closing():
+            # The peer closes when it has read everything. What it says meanwhile is read and dropped: a socket that is closed
+            # over unread bytes resets the connection, and our last words would be lost with it.
+            self._transport.write_eof()
+        else:
             self._transport.close()
-            self._timer = self._loop.call_later(_FLUSH_S, self._transport.abort)
+        self._timer = self._loop.call_later(_FLUSH_S, self._transport.abort)
 
     async def aclose(self) -> None:
         """Close, and wait until everything has left or _FLUSH_S is over: before an event loop ends, for instance."""
@@ -146,7 +155,7 @@ class Link(asyncio.Protocol):
             return
         self._transport.set_write_buffer_limits(high=_HIGH_WATER)
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._schedule(HANDSHAKE_S, self._fail, LinkError(f"no handshake within {HANDSHAKE_S:g} s"))
+        self._schedule(HANDSHAKE_S, self._fail, _no_handshake())
         self._session = Session(self._side, self._secret, self._transport.write)
 
     def data_received(self, data: bytes) -> None:
@@ -213,10 +222,17 @@ class Link(asyncio.Protocol):
 
     def _fail(self, error: LinkError) -> None:
         if not self._is_closed:
-            self.close()
+            self._close(says_goodbye=False)
             self._owner.on_closed(self, error)
 
 
-def _spelled(address: tuple[str, int]) -> str:
+def _no_handshake() -> LinkError:
+    return LinkError(f"no handshake within {HANDSHAKE_S:g} s")
+
+
+def _spelled(address: tuple[str, int] | None) -> str:
+    """ "" = it had gone again before anybody could look."""
+    if address is None:
+        return ""
     host, port = address[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -49,8 +49,11 @@ class Metrics(Collector):
         self._transfer_bytes = Counter("disagg_transfer_bytes", "KV bytes handed over", ["transport"], registry=r)
         self._transfer_seconds = Counter("disagg_transfer_seconds", "Time spent copying KV", ["transport"], registry=r)
         self._corrupted = Counter("disagg_corrupted_blocks", "KV blocks whose digest differed after a hand-over", registry=r)
+        # From 0: of a series that begins with its first event, Prometheus shows no rate for that event.
         for stage in STAGES.values():
             self._aborts.labels(stage)
+            for reason in FailReason:
+                self._failures.labels(stage, reason.value)
         for reason in FailReason:
             self._failovers.labels(reason.value)
         self.observe_ttft: Callable[[float], None] = self.ttft.observe

@@ -96,13 +96,12 @@ class ServiceManager:
         """What could not be sent (the manager is behind, or restarts) is owed until it can be, but for the watchdog's lines."""
         if self._socket is None or not (lines or self._owed):
             return
-        lines = (*self._owed, *lines)
+        named = {line.partition("=")[0]: line for line in (*self._owed, *lines)}  # the manager takes the first of a name
         try:
-            self._socket.sendto("\n".join(lines).encode(), self._address)
+            self._socket.sendto("\n".join(named.values()).encode(), self._address)
             self._owed, self._is_heard = [], True
         except OSError as error:
             if self._is_heard:
                 log.warning("service manager not told yet", lines=lines, reason=str(error))
             self._is_heard = False
-            named = {line.partition("=")[0]: line for line in lines}
             self._owed = [line for name, line in named.items() if name not in _OF_THE_MOMENT]

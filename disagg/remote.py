@@ -34,6 +34,7 @@ class Worker(msgspec.Struct):
     requests: dict[str, int]
     blocks: dict[str, int]
     node: str = ""  # "" = the server's own
+    next_role: str | None = None  # the one that it is being given
 
 
 class Node(msgspec.Struct):
@@ -87,7 +88,7 @@ class Remote(msgspec.Struct, frozen=True):
     @classmethod
     def at(cls, url: str, key_file: Path | None = None) -> Remote:
         """``key_file``: API keys as the server reads them; the first is used. Raises ConfigError."""
-        return cls(url.rstrip("/"), _first_key(key_file) if key_file is not None else "")
+        return cls(url.rstrip("/"), first_key(key_file) if key_file is not None else "")
 
     def ask(self) -> Asked:
         """Raises NoAnswerError when nobody is there, or somebody else."""
@@ -124,9 +125,13 @@ class Remote(msgspec.Struct, frozen=True):
             raise NoAnswerError(str(error)) from error
 
 
-def _first_key(path: Path) -> str:
+def first_key(path: Path) -> str:
+    """Of a file as the server reads it. Raises ConfigError."""
     for raw in read_private(str(path), "--api-key-file").decode("ascii", "replace").splitlines():
         line = raw.strip()
         if line and not line.startswith("#"):
-            return line.rpartition(":")[2].strip()
+            key = line.rpartition(":")[2].strip()
+            if not key.isascii():
+                raise ConfigError(f"--api-key-file: the first key in {path} has characters that no key has")
+            return key
     raise ConfigError(f"--api-key-file: {path} has no key in it")

@@ -16,7 +16,7 @@ import secrets
 import signal
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import uvloop
@@ -26,14 +26,16 @@ from disagg import grammar
 from disagg import log as logging_setup
 from disagg.api.admin import AdminListener
 from disagg.api.app import build_app
+from disagg.api.connection import Runner
+from disagg.api.form_checker import FormChecker
 from disagg.api.services import Services
-from disagg.api.structured import FormChecker
 from disagg.api.tls import certificate
 from disagg.config import Config, ServerConfig
 from disagg.credentials import ApiKeys
 from disagg.deployment import Deployment, free_memory, host_cpus, plan
 from disagg.drain import admin_socket
 from disagg.errors import ConfigError, StartupError
+from disagg.flip import Flipper
 from disagg.launcher import ProcessLauncher
 from disagg.messages import Message
 from disagg.metrics import Metrics, WorkerCollector
@@ -49,6 +51,9 @@ from disagg.text.chat_template import load_chat_template
 from disagg.text.tokenizer import load_tokenizer
 from disagg.text.tools import tool_support
 from disagg.vllm_metrics import VllmCollector
+
+if TYPE_CHECKING:
+    from disagg.tracing import Tracing
 
 log = structlog.get_logger(__name__)
 
@@ -100,6 +105,7 @@ class Server:
             free_nbytes=free_memory(),
             is_part=bool(config.cluster.listen),
         )
+        self.tracing = _tracing(config.tracing.otlp_endpoint, self.model_name, self.run_id)
         mint = itertools.count(1)
         self.metrics = Metrics()
         self.supervisor = Supervisor(self.deployment.workers, config.workers, ProcessLauncher(), observer=self)
@@ -125,6 +131,7 @@ class Server:
         self._manager = ServiceManager(os.environ)
         self._ready = asyncio.Event()
         self._operations = Operations(self.router, time.monotonic, on_resumed=self._look_if_ready)
+        self._flipper = Flipper(self.router, self.pairs, self.supervisor, start_s=config.workers.start_s)
         self._first_signal = asyncio.Event()
         self._second_signal = asyncio.Event()
 
@@ -170,6 +177,8 @@ class Server:
                 await admin.aclose()
             if self.forms is not None:
                 await self.forms.aclose()
+            if self.tracing is not None:
+                await self.tracing.aclose()
             self._manager.close()
 
     # ---------------------------------------------------------------- what the supervisor tells
@@ -190,8 +199,8 @@ class Server:
         """Why requests should go elsewhere; empty when every worker serves and a KV path is verified."""
         reasons = ["draining"] if self.router.is_draining else []
         for worker in self.workers:
-            if (worker.node or worker.state is WorkerState.GONE) and self.router.can_serve():
-                continue  # given up, or its node comes and goes; the others do its work, and the status says so
+            if (worker.node or worker.next or worker.state is WorkerState.GONE) and self.router.can_serve():
+                continue  # its node comes and goes, it is being flipped, or given up; others do its work, and the status says so
             if not worker.is_ready:
                 reasons.append(f"{worker.id} is {worker.state}" + (f": {worker.cause}" if worker.cause else ""))
             elif quiet_s := self._quiet_s(worker):
@@ -256,19 +265,14 @@ class Server:
             metrics=self.metrics,
             forms=self.forms,
             tools=self.tools,
+            tracing=self.tracing,
             keys=self.keys,
         )
 
     async def _listen(self, services: Services) -> tuple[web.AppRunner, str]:
         """Accept connections already now: /livez answers and /readyz tells what is still loading. Raises StartupError."""
         config = self.config.server
-        runner = web.AppRunner(
-            build_app(services),
-            handler_cancellation=True,  # a client that leaves cancels its handler, which aborts its request
-            keepalive_timeout=_KEEPALIVE_TIMEOUT_S,
-            access_log=None,
-            shutdown_timeout=_ENDING_S,
-        )
+        runner = Runner(build_app(services), keepalive_timeout=_KEEPALIVE_TIMEOUT_S, shutdown_timeout=_ENDING_S)
         await runner.setup()
         try:
             tls = self.certificate.context if self.certificate is not None else None
@@ -287,7 +291,7 @@ class Server:
         path = admin_socket(setting, port, os.environ)
         if not path:
             return None
-        listener = AdminListener(path, services, self._operations)
+        listener = AdminListener(path, services, self._operations, self._flipper)
         try:
             await listener.listen()
         except StartupError as error:
@@ -339,14 +343,13 @@ class Server:
         is_ready = self._ready.is_set()
         if is_ready:
             self._manager.reloading()
-        try:
-            if self.keys.is_file:
-                self.keys.load()
-            if self.certificate is not None:
-                self.certificate.load()
-            log.info("reloaded", keys=repr(self.keys))
-        except ConfigError as error:
-            log.error("not reloaded", reason=str(error))
+        for secret in (self.keys, self.certificate):
+            try:
+                if secret is not None:
+                    secret.load()
+            except ConfigError as error:
+                log.error("not reloaded", reason=str(error))
+        log.info("reloaded", keys=repr(self.keys))
         if is_ready:
             self._manager.ready(self._condition().text)
 
@@ -367,6 +370,7 @@ def _worker_status(worker: WorkerInfo, now: float) -> dict[str, Any]:
     return {
         "id": worker.id,
         "role": worker.role,
+        "next_role": worker.next.role if worker.next is not None else None,
         "node": worker.node,
         "pid": (worker.handle.pid or None) if worker.handle is not None else None,  # one of a node is not known at once
         "epoch": worker.epoch,
@@ -389,6 +393,17 @@ def _worker_status(worker: WorkerInfo, now: float) -> dict[str, Any]:
         "preemptions": stats.preemptions if stats else 0,
         "steps": stats.steps if stats else 0,
     }
+
+
+def _tracing(endpoint: str, model_name: str, run_id: str) -> Tracing | None:
+    """None: no spans are wanted. Raises ConfigError when what they need is not installed."""
+    if not endpoint:
+        return None
+    try:
+        from disagg.tracing import Tracing
+    except ImportError as error:
+        raise ConfigError(f"tracing.otlp_endpoint: {error.name} is not installed; pip install 'disagg[otel]'") from error
+    return Tracing(endpoint, model_name, run_id, time.monotonic)
 
 
 def _refuse_exposure(config: ServerConfig, *, has_keys: bool) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -210,6 +211,8 @@ def _check(config: Config, origins: Origins) -> None:
     require("model.path", config.model.path, bool(config.model.path), f"{SETTINGS['model.path'].meta.description}")
     memory, listen = config.kv.memory, config.cluster.listen
     require("kv.memory", memory, memory == "auto" or _can(parse_size, memory), "auto or a size, such as 2GiB")
+    endpoint = config.tracing.otlp_endpoint
+    require("tracing.otlp_endpoint", endpoint, not endpoint or _is_url(endpoint), "empty or a URL such as http://127.0.0.1:4318")
     require("cluster.listen", listen, not listen or _can(parse_address, listen), "empty or HOST:PORT, such as 10.0.0.1:7000")
 
 
@@ -227,6 +230,14 @@ def _is_host(host: str) -> bool:
     except ValueError:
         return bool(host) and not any(character in ":/[]" or character.isspace() for character in host)
     return True
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _refusal(setting: Setting, value: Any, origin: str, allowed: str) -> ConfigError:

@@ -36,7 +36,7 @@ async def authenticate(request: web.Request, handler: Handler) -> web.StreamResp
     if name is None:
         message = _WRONG_KEY if given else _NO_KEY
         headers = {"WWW-Authenticate": 'Bearer realm="disagg"'}
-        return Failure(401, message, "invalid_request_error", code="invalid_api_key", headers=headers).response()
+        return Failure(401, message, "invalid_request_error", code="invalid_api_key", headers=headers).response_to(request)
     request[KEY_NAME] = name
     request.app[KEY_REQUESTS].labels(name).inc()
     return await handler(request)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from disagg.api.structured import Forms
 from disagg.config import ServerConfig
 from disagg.credentials import ApiKeys
 from disagg.router import Router
+from disagg.stream import RequestStream
 from disagg.text.chat_template import ChatTemplate
 from disagg.text.tokenizer import Tokenizer
 from disagg.text.tools import ToolSupport
@@ -42,6 +43,24 @@ class Metrics(Protocol):
         ...
 
 
+class Trace(Protocol):
+    """One HTTP request's."""
+
+    def follow(self, stream: RequestStream) -> None:
+        """The stream of a choice has begun."""
+        ...
+
+    def end(self, code: int) -> None:
+        """The answer has been given, with this HTTP status, and every stream has ended."""
+        ...
+
+
+class Tracing(Protocol):
+    def begin(self, route: str, scheme: str, headers: Mapping[str, list[str]]) -> Trace:
+        """A POST request has come. ``headers``: those that name the trace it belongs to."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
     router: Router
@@ -58,6 +77,7 @@ class Services:
     metrics: Metrics
     forms: Forms | None = None  # None: no llguidance here, so answers have no form
     tools: ToolSupport | None = None  # None: the model calls none, or in no way that is known here
+    tracing: Tracing | None = None  # None: no spans are wanted
     keys: ApiKeys = field(default_factory=lambda: ApiKeys("", {}))  # who may ask; without any, everybody
 
 
@@ -66,5 +86,7 @@ REQUEST_ID = web.RequestKey("request_id", str)
 """The client's X-Request-Id or one minted here. For logs and answers only."""
 ARRIVED = web.RequestKey("arrived", float)
 """The loop's time when the request came."""
+TRACE = web.RequestKey("trace", Trace)
+"""Not there where nothing is traced."""
 KEY_NAME = web.RequestKey("key_name", str)
 """Whose API key the request came with; not there when no key was needed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 
-from disagg.credentials import read_private
+from disagg.credentials import load_certificate
 from disagg.errors import ConfigError
 
 
@@ -23,13 +23,7 @@ class Certificate:
         self._read(self.context)
 
     def _read(self, context: ssl.SSLContext) -> ssl.SSLContext:
-        read_private(self._key or self._cert, "server.tls_key" if self._key else "server.tls_cert")
-        try:
-            context.load_cert_chain(self._cert, self._key or None, password="")  # an encrypted key is refused, not asked about
-        except OSError as error:
-            raise ConfigError(
-                f"server.tls_cert: cannot use {self._cert} with the key in {self._key or self._cert}: {error}"
-            ) from error
+        load_certificate(context, self._cert, self._key, "server")
         return context
 
 

@@ -63,6 +63,7 @@ class ShmTransport:
         self._pending: dict[int, int] = {}  # dispatch → pushes not yet completed
         self._queue: queue.SimpleQueue[_Push | None] = queue.SimpleQueue()
         self._done: deque[Completed] = deque()
+        self._failure: BaseException | None = None  # of the thread, which has ended by it
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
@@ -100,6 +101,8 @@ class ShmTransport:
             os.eventfd_read(self._event)
         except BlockingIOError:
             return []
+        if self._failure is not None:
+            raise RuntimeError("the transfer thread has ended") from self._failure
         done: list[Completed | Arrived] = []
         while self._done:
             completed = self._done.popleft()
@@ -124,8 +127,12 @@ class ShmTransport:
         self._event = -1
 
     def _run(self) -> None:
-        while (push := self._queue.get()) is not None:
-            self._done.append(self._copy(push))
+        try:
+            while (push := self._queue.get()) is not None:
+                self._done.append(self._copy(push))
+                os.eventfd_write(self._event, 1)
+        except BaseException as error:  # noqa: BLE001 - a bug: ``completed`` raises it, or every later push would wait for ever
+            self._failure = error
             os.eventfd_write(self._event, 1)
 
     def _copy(self, push: _Push) -> Completed:

@@ -79,7 +79,7 @@ class Transport(Protocol):
         ...
 
     def completed(self) -> list[Completed | Arrived]:
-        """What has ended since the last call; never blocks."""
+        """What has ended since the last call; never blocks. Raises RuntimeError when a bug has ended it all: end the process."""
         ...
 
     def fileno(self) -> int:

@@ -71,6 +71,7 @@ class UcxTransport:
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_closing = False
+        self._failure: BaseException | None = None  # of the thread, which has ended by it
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
 
@@ -117,6 +118,8 @@ class UcxTransport:
             os.eventfd_read(self._event)
         except BlockingIOError:
             return []
+        if self._failure is not None:
+            raise RuntimeError("the transfer thread has ended") from self._failure
         return [self._done.popleft() for _ in range(len(self._done))]
 
     def fileno(self) -> int:
@@ -140,6 +143,13 @@ class UcxTransport:
     # What follows runs on the thread.
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # noqa: BLE001 - a bug: ``completed`` raises it, or every later push would wait for ever
+            self._failure = error
+            os.eventfd_write(self._event, 1)
+
+    def _serve(self) -> None:
         with select.epoll() as poll:
             poll.register(self._ucp.fileno(), select.EPOLLIN)
             poll.register(self._wake, select.EPOLLIN)

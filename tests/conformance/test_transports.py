@@ -286,6 +286,20 @@ def test_closing_twice_is_safe(rig: Rig) -> None:
     assert "peers []" in repr(rig.writer.transport)
 
 
+@pytest.mark.parametrize("kind", ["shm", *UCX])
+def test_a_bug_on_its_thread_is_the_callers_and_not_a_silence(kind: str) -> None:
+    """A block that no pool has: the push cannot complete, and nor can one after it. Whoever asks is told, so that it can end."""
+    rig = Rig(kind)
+    try:
+        reader = rig.add_connected()
+        rig.push(1, reader, [NUM_BLOCKS + 1], [0])
+        rig.push(2, reader, [1], [1])
+        with pytest.raises(RuntimeError, match="the transfer thread has ended"):
+            rig.writer.wait_for(2)
+    finally:
+        rig.close()
+
+
 @pytest.mark.parametrize("rig", ["memory-two-sided", *UCX], indirect=True)
 def test_a_writer_that_comes_too_late_reaches_nothing(rig: Rig) -> None:
     """Once a reservation is forgotten its key writes nowhere, not even where the block is expected for another dispatch."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -13,7 +15,7 @@ import ssl
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,8 @@ class Operated:
         self.server: Server
         self._manager = manager
         self._heard: list[str] = []
+        self._status = ""
+        self._told: list[tuple[str, bool]] = []
         self.keys.write_text(f"first:{KEY}\n")
         self.keys.chmod(0o600)
         self.make_certificate("first")
@@ -51,16 +55,27 @@ class Operated:
             path.rename(place)
 
     def heard(self, line: str) -> bool:
-        """Whether the service manager has been sent this line, ever."""
-        try:
-            while True:
-                self._heard += self._manager.recv(4096).decode().split("\n")
-        except BlockingIOError:
-            return line in self._heard
+        """Whether the service manager has been sent this line since ``forget``."""
+        self._listen()
+        return line in self._heard
+
+    def told(self) -> list[str]:
+        """Each STATUS= beside which the watchdog was fed since ``forget``."""
+        self._listen()
+        return [status for status, is_fed in self._told if is_fed]
 
     def forget(self) -> None:
-        self.heard("")
+        self._listen()
         self._heard.clear()
+        self._told.clear()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                lines = self._manager.recv(4096).decode().split("\n")
+                self._heard += lines
+                self._status = next((line for line in lines if line.startswith("STATUS=")), self._status)
+                self._told.append((self._status, "WATCHDOG=1" in lines))
 
     def shown_name(self) -> str:
         """The name in the certificate that a new connection is shown."""
@@ -108,8 +123,7 @@ def operated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
             yield result
 
 
-def is_full(server: Server) -> bool:
-    requests = server.status()["requests"]
+def is_full(requests: dict[str, int]) -> bool:
     return requests["decoding"] > 1 and requests["queued"] > 0
 
 
@@ -170,18 +184,24 @@ def test_keys_and_certificate_are_read_again_and_no_stream_is_cut(operated: Oper
     assert kept.sock is socket_kept
     kept.close()
 
-    operated.key.write_text("no key")
     operated.keys.write_text("")
+    operated.make_certificate("third")
+    operated.trust()
+    os.kill(pid, signal.SIGHUP)
+    until(lambda: operated.shown_name() == "third", "a broken key file does not hold up the certificate")
+    assert server.request("GET", "/v1/models")[0] == 200
+
+    operated.key.write_text("no key")
     operated.forget()
     os.kill(pid, signal.SIGHUP)
     until(lambda: operated.heard("READY=1"), "it has looked at the broken files")
-    assert operated.shown_name() == "second"
+    assert operated.shown_name() == "third"
     assert server.request("GET", "/v1/models")[0] == 200
     assert stream.next_event()
     stream.close()
     server.wait_until_empty(1.0)
     operated.keys.write_text(f"first:{KEY}\n")
-    operated.make_certificate("third")
+    operated.make_certificate("fourth")
     operated.trust()
 
 
@@ -222,34 +242,105 @@ def test_drained_by_command_it_stays_and_can_be_resumed(operated: Operated) -> N
     assert len(server.complete("again", 5)) == 5
 
 
-def test_ready_means_that_requests_are_served(operated: Operated) -> None:
-    """Idle, computing a long prompt, and with a full pool: ready. A worker that is stopped or dead: not, until it is replaced."""
+@contextlib.contextmanager
+def idle(operated: Operated) -> Iterator[None]:
+    yield
+
+
+@contextlib.contextmanager
+def long_prefill(operated: Operated) -> Iterator[None]:
+    prompts = [[65 + index] * 100_000 for index in range(8)]
+    with busy(operated, prompts, 4, lambda counts: counts["prefilling"] > 0):
+        yield
+
+
+@contextlib.contextmanager
+def full_pool(operated: Operated) -> Iterator[None]:
+    """Streams decode while another waits for blocks that they have."""
+    size = operated.server.worker("decode-0")["blocks"]["total"] * 16 // 3
+    with busy(operated, [[65 + index] * size for index in range(4)], 40_000, is_full):
+        yield
+
+
+@contextlib.contextmanager
+def busy(
+    operated: Operated, prompts: list[list[int]], max_tokens: int, is_busy: Callable[[dict[str, int]], bool]
+) -> Iterator[None]:
+    """With these streams, and still in the same condition when the test has looked; the operator ends them."""
     server = operated.server
-    assert unready_reasons(server) == []
+    with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+        opened = [pool.submit(server.stream, prompt, max_tokens) for prompt in prompts]
+        until(lambda: is_busy(server.status()["requests"]), "it is busy")
+        try:
+            yield
+            assert is_busy(server.status()["requests"])
+        finally:
+            for request in operated.asked("GET", "/requests")["requests"]:
+                with contextlib.suppress(http.client.HTTPException):  # it has just ended
+                    operated.asked("POST", "/abort", {"id": request["id"]})
+            for stream in opened:
+                stream.result(DEADLINE_S).close()
+    server.wait_until_empty(DEADLINE_S)
 
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(server.complete, [65] * 100_000, 4)
-        until(lambda: server.status()["requests"]["prefilling"] == 1, "the prompt is being computed")
-        assert unready_reasons(server) == []
-        assert len(answer.result(DEADLINE_S)) == 4
 
-    streams = []
-    size = server.worker("decode-0")["blocks"]["total"] * 16 // 3
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        opened = [pool.submit(server.stream, [65 + index] * size, 40_000) for index in range(4)]
-        until(lambda: is_full(server), "streams decode while another waits for blocks")
-        assert unready_reasons(server) == []
-        for request in operated.asked("GET", "/requests")["requests"]:
-            operated.asked("POST", "/abort", {"id": request["id"]})
-        streams = [stream.result(DEADLINE_S) for stream in opened]
-    for stream in streams:
-        stream.close()
-    server.wait_until_empty(1.0)
+@contextlib.contextmanager
+def signalled(operated: Operated, worker_id: str, number: int) -> Iterator[None]:
+    os.kill(operated.server.worker(worker_id)["pid"], number)
+    yield
+    operated.server.wait_until_ready()
 
-    for worker_id, number in (("decode-0", signal.SIGSTOP), ("prefill-0", signal.SIGKILL)):
-        os.kill(server.worker(worker_id)["pid"], number)
-        until(lambda worker_id=worker_id: any(worker_id in reason for reason in unready_reasons(server)), "not ready")
-        server.wait_until_ready()
+
+@contextlib.contextmanager
+def draining(operated: Operated) -> Iterator[None]:
+    operated.asked("POST", "/drain", {"wait_s": 0})
+    yield
+    operated.asked("POST", "/resume")
+
+
+Condition = Callable[[Operated], contextlib.AbstractContextManager[None]]
+# Condition, reasons of /readyz and /health, STATUS= beside which the watchdog is fed.
+READINESS: dict[str, tuple[Condition, str, str]] = {
+    "idle": (idle, "", "Serving null"),
+    "a long prefill": (long_prefill, "", "Serving null"),
+    "a full pool": (full_pool, "", "Serving null"),
+    "a stopped worker": (
+        lambda operated: signalled(operated, "decode-0", signal.SIGSTOP),
+        "decode-0 is down: hung: .*",
+        "Not ready: decode-0 is (down|starting).*",
+    ),
+    "a dead worker": (
+        lambda operated: signalled(operated, "prefill-0", signal.SIGKILL),
+        "prefill-0 is down: .*",
+        "Not ready: prefill-0 is (down|starting).*",
+    ),
+    "draining": (draining, "draining", "Not ready: draining"),
+}
+
+
+@pytest.mark.parametrize(("condition", "reason", "status"), READINESS.values(), ids=READINESS)
+def test_every_probe_tells_how_it_stands(operated: Operated, condition: Condition, reason: str, status: str) -> None:
+    """Busy is ready; what is stopped, dead or draining is not, until it is replaced or resumed. /livez is 200 in any case.
+
+    The watchdog is fed in all of them: the server itself turns, and ends or replaces its workers without being restarted.
+    """
+    server = operated.server
+    server.wait_until_ready()
+    operated.forget()
+    until(lambda: operated.told()[-1:] == ["STATUS=Serving null"], "the manager has been told that it serves")
+    operated.forget()
+    seen: list[tuple[int, int, int, str]] = []
+
+    def look() -> bool:
+        livez, readyz, health = (server.request("GET", path) for path in ("/livez", "/readyz", "/health"))
+        seen.append((livez[0], readyz[0], health[0], "; ".join(readyz[1]["reasons"])))
+        return bool(re.fullmatch(reason, seen[-1][-1])) and readyz[0] == health[0]
+
+    with condition(operated):
+        until(look, f"ready, or not because of {reason!r}")
+        until(lambda: any(re.fullmatch(f"STATUS={status}", said) for said in operated.told()), f"it is fed beside {status!r}")
+        code = 503 if reason else 200
+        assert seen[-1][:3] == (200, code, code), seen
+        assert {livez for livez, *_ in seen} == {200}
 
 
 def test_it_ends_as_a_service_should(operated: Operated) -> None:

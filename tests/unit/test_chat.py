@@ -42,14 +42,17 @@ class Server:
         self.status = 200
         self.endless = False
         self.requests: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
         self.gone = threading.Event()
         server = self
 
         class Answer(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                server.keys.append(self.headers["Authorization"])
                 self.answer(200, b'{"data": [{"id": "tiny"}]}')
 
             def do_POST(self) -> None:
+                server.keys.append(self.headers["Authorization"])
                 server.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
                 if server.status != 200:
                     self.answer(server.status, server.events[0])
@@ -142,6 +145,7 @@ def test_ctrl_c_closes_the_connection_and_keeps_what_has_come(server: Server) ->
         (200, [b'data: {"choices": 3}\n\n'], "does not speak the OpenAI API"),
         (429, [b'{"error": {"message": "queue is full"}}'], "HTTP 429: queue is full"),
         (502, [b"<html>"], "HTTP 502: Bad Gateway"),
+        (401, [b'{"error": {"message": "no such key"}}'], r"HTTP 401: no such key \(--api-key-file FILE\)"),
     ],
 )
 def test_a_failed_answer_says_why_and_leaves_no_trace(server: Server, status: int, events: list[bytes], message: str) -> None:
@@ -178,6 +182,22 @@ def test_a_piped_question_gets_exactly_the_answer(
     assert cli.main(["chat", "--url", server.url + "/v1/"]) == 0
     assert capsys.readouterr() == ("[b]Hel\x1blo\n", "")
     assert server.requests[0]["messages"] == [{"role": "user", "content": "Why?\nReally?"}]
+
+
+def test_the_first_key_of_a_file_is_shown_to_a_server_that_wants_one(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With each request, from a file as ``status`` takes it. One that holds no key is an error before the first request."""
+    path = tmp_path / "keys"
+    path.write_text("# ours\nme:0123456789abcdef\nyou:fedcba9876543210\n")
+    path.chmod(0o600)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Why?"))
+    assert cli.main(["chat", "--url", server.url, "--api-key-file", str(path)]) == 0
+    assert server.keys == ["Bearer 0123456789abcdef"] * 2
+    path.write_text("me:0123456789äbcdef\n")
+    assert cli.main(["chat", "--url", server.url, "--api-key-file", str(path)]) == 2
+    assert "characters that no key has" in capsys.readouterr().err
+    assert len(server.keys) == 2
 
 
 def test_an_empty_question_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

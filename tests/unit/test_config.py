@@ -61,6 +61,8 @@ def values_of(setting: Setting) -> st.SearchStrategy[Any]:
         return st.just("auto") | st.integers(1, 2**40).map(lambda n: f"{n}KiB")
     if setting.name == "cluster.listen":
         return st.sampled_from(["", "0.0.0.0:7000", "[::1]:0", "node-1:65535"])
+    if setting.name == "tracing.otlp_endpoint":
+        return st.sampled_from(["", "http://127.0.0.1:4318", "https://collector.example/v1/traces", "http://[::1]:4318/"])
     if setting.name == "server.host":
         return st.sampled_from(["::1", "0.0.0.0", "box.example", "bücher.example"])
     if setting.type is bool:

@@ -47,9 +47,10 @@ def test_a_changed_table_changes_the_picture(states: ModuleType) -> None:
     assert states.picture(changed, HandoffState.OFFERED) != states.picture(HANDOFF_TABLE, HandoffState.OFFERED)
 
 
-def test_the_page_names_only_settings_that_exist() -> None:
+@pytest.mark.parametrize("name", ["handoff.md", "operation.md"])
+def test_a_page_names_only_settings_that_exist(name: str) -> None:
     """Every ``section.name`` in code type is a setting, so that nobody looks for a limit under a name it had once."""
-    page = (DOCS / "handoff.md").read_text(encoding="utf-8")
+    page = (DOCS / name).read_text(encoding="utf-8")
     sections = {name.partition(".")[0] for name in SETTINGS}
     named = {name for name in re.findall(r"`(\w+\.\w+)`", page) if name.partition(".")[0] in sections}
     assert len(named) > 5

@@ -34,6 +34,7 @@ PASS, WARN, FAIL = Verdict.PASS, Verdict.WARN, Verdict.FAIL
         (lambda: doctor.memory_copy(0.3), WARN, "0.3 GB/s"),
         (lambda: doctor.handover(5.0), PASS, "5.0 GB/s"),
         (lambda: doctor.handover(0.2), WARN, "0.2 GB/s"),
+        (lambda: doctor.port("a" * 70, 1), FAIL, "no name of a host"),
     ],
 )
 def test_a_check_tells_good_from_bad(check: Callable[[], Check], verdict: Verdict, words: str) -> None:
@@ -51,6 +52,15 @@ def test_an_occupied_port_fails_and_a_free_one_passes() -> None:
         assert doctor.port("127.0.0.1", number).verdict is FAIL
         assert "--port" in doctor.port("127.0.0.1", number).fix
     assert doctor.port("127.0.0.1", 0).verdict is PASS
+
+
+def test_a_name_with_several_addresses_needs_the_port_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the server listens on each: localhost is often 127.0.0.1 and ::1."""
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        number = taken.getsockname()[1]
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, number)) for host in ("127.0.0.1", "127.0.0.2")]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        assert doctor.port("both", number).verdict is FAIL
 
 
 def test_a_model_that_is_not_there_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:

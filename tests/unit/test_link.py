@@ -7,6 +7,7 @@ import contextlib
 import shutil
 import socket
 import ssl
+import struct
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -140,6 +141,34 @@ def test_messages_cross_in_order_in_both_directions(on_uvloop: bool) -> None:
     run(scenario, on_uvloop=on_uvloop)
 
 
+class Leaver(Owner):
+    """Closes its link at the first word of the peer, and leaves the others unread."""
+
+    def on_message(self, link: Link, message: LinkMessage) -> None:
+        super().on_message(link, message)
+        link.send(Bye("the last word"))
+        link.close()
+
+
+@pytest.mark.parametrize("on_uvloop", [False, True], ids=["asyncio", "uvloop"])
+def test_the_last_word_arrives_although_the_peers_are_not_read_any_more(on_uvloop: bool) -> None:
+    """Closing over unread bytes would reset the connection, and why a node has left would be lost with it."""
+
+    async def scenario() -> None:
+        head, node = Owner(Side.HEAD), Leaver(Side.NODE)
+        loop = asyncio.get_running_loop()
+        async with await loop.create_server(lambda: head.link, "127.0.0.1", 0) as listener:
+            await loop.create_connection(lambda: node.link, *listener.sockets[0].getsockname())
+            await head.opened.wait()
+            for _ in range(64):
+                head.link.send(Data("decode-0", 1, bytes(64 << 10)))
+            assert await head.cause() == "it closed the connection"
+            assert head.heard == [Bye("the last word")]
+            await node.link.aclose()
+
+    run(scenario, on_uvloop=on_uvloop)
+
+
 def test_a_peer_with_another_token_is_turned_away() -> None:
     """Both ends are closed; at least the first to notice says why, and nothing was heard."""
 
@@ -163,6 +192,20 @@ def test_a_silent_peer_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert stranger.getpeername() == listener.sockets[0].getsockname()
 
     run(scenario)
+
+
+@pytest.mark.parametrize("on_uvloop", [False, True], ids=["asyncio", "uvloop"])
+def test_a_peer_that_is_gone_before_it_is_looked_at_is_told_as_gone(on_uvloop: bool) -> None:
+    """A port scanner's reset comes before its connection is accepted: no address is known, and the end is told all the same."""
+
+    async def scenario() -> None:
+        head = Owner(Side.HEAD)
+        async with await asyncio.get_running_loop().create_server(lambda: head.link, "127.0.0.1", 0) as listener:
+            with socket.create_connection(listener.sockets[0].getsockname()) as stranger:
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            assert "during the handshake" in await head.cause()
+
+    run(scenario, on_uvloop=on_uvloop)
 
 
 def test_a_peer_that_proves_itself_but_offers_nothing_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,6 +322,7 @@ def certificate(tmp_path: Path) -> str:
     subject = ["-subj", "/CN=head", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(tmp_path / "key"), "-out", str(pem)]
     subprocess.run([*command, *subject], check=True, capture_output=True, timeout=DEADLINE_S)
     pem.write_text(pem.read_text() + (tmp_path / "key").read_text())
+    pem.chmod(0o600)
     return str(pem)
 
 
@@ -325,11 +369,56 @@ def test_tls_on_one_side_only_ends_with_a_hint(certificate: str) -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("on_uvloop", [False, True], ids=["asyncio", "uvloop"])
+def test_a_stranger_without_tls_is_forgotten(certificate: str, on_uvloop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it does: neither loop tells the end of a connection whose TLS handshake has failed."""
+    monkeypatch.setattr(link_module, "HANDSHAKE_S", 0.2)
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        accepted: asyncio.Queue[Owner] = asyncio.Queue()
+
+        def accept() -> Link:
+            accepted.put_nowait(owner := Owner(Side.HEAD))
+            return owner.link
+
+        tls = tls_of_head(certificate, "")
+        async with await loop.create_server(accept, "127.0.0.1", 0, ssl=tls, ssl_handshake_timeout=0.2) as listener:
+            for said in (b"", b"GET / HTTP/1.1\r\n\r\n"):
+                _, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
+                writer.write(said)
+                writer.close()
+                await writer.wait_closed()
+                assert await (await accepted.get()).cause() == "no handshake within 0.2 s"
+
+    run(scenario, on_uvloop=on_uvloop)
+
+
 def test_unusable_certificates_are_named(tmp_path: Path) -> None:
     """A file that is missing or no PEM is the operator's error, told before anything listens."""
     (tmp_path / "nonsense").write_text("nonsense")
+    (tmp_path / "nonsense").chmod(0o600)
     for name in ("none", "nonsense"):
         with pytest.raises(ConfigError, match=r"cluster\.tls_cert"):
             tls_of_head(str(tmp_path / name), "")
         with pytest.raises(ConfigError, match=r"cluster\.tls_ca"):
             tls_of_node(str(tmp_path / name))
+
+
+def test_a_key_that_everybody_can_read_or_that_is_encrypted_is_refused(certificate: str, tmp_path: Path) -> None:
+    """The first is no secret; for the second there is nobody at the terminal of a service whom OpenSSL could ask."""
+    key, locked = tmp_path / "key", tmp_path / "locked"
+    command = ["openssl", "pkcs8", "-topk8", "-in", str(key), "-out", str(locked), "-passout", "pass:secret"]
+    subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE_S)
+    locked.chmod(0o600)
+    with pytest.raises(ConfigError, match=r"cluster\.tls_cert: cannot use"):
+        tls_of_head(certificate, str(locked))
+    key.chmod(0o644)
+    with pytest.raises(ConfigError, match=r"cluster\.tls_key: every user of this host can read"):
+        tls_of_head(certificate, str(key))
+
+
+def test_a_key_alone_is_not_taken_for_no_tls() -> None:
+    """Who has named a key means to have TLS: a plain link would be the opposite, and nobody would notice."""
+    with pytest.raises(ConfigError, match=r"cluster\.tls_key: there is no cluster\.tls_cert"):
+        tls_of_head("", "key.pem")

@@ -188,6 +188,13 @@ def test_vllm_dashboards_find_what_they_plot() -> None:
     assert shown['vllm:request_success_total{finished_reason="length",model_name="org/model"}'] == 1
 
 
+def test_what_has_not_gone_wrong_yet_is_zero_and_not_absent() -> None:
+    """Of a counter that is not there before its first event no rate shows that event: a dashboard would miss it."""
+    names = [sample.name for family in Metrics().registry.collect() for sample in family.samples if sample.value == 0]
+    assert names.count("disagg_failovers_total") == len(FailReason)
+    assert names.count("disagg_failures_total") == len(FailReason) * names.count("disagg_aborts_total") > 0
+
+
 def test_the_dashboard_asks_for_figures_that_exist() -> None:
     """Each metric in each query of each panel is a series of ours, with the labels that the query names."""
     metrics = Metrics()

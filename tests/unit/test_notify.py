@@ -128,3 +128,15 @@ def test_a_manager_that_is_away_is_told_when_it_is_back(tmp_path: Path) -> None:
     service.close()
     assert manager.heard() == [["READY=1", "STATUS=Degraded"], ["WATCHDOG=1"]]
     manager.socket.close()
+
+
+def test_what_has_changed_meanwhile_is_told_as_it_is_now(tmp_path: Path) -> None:
+    """A manager takes the first line of each name in a message, so a status that was owed must not stand before a newer one."""
+    address = str(tmp_path / "notify")
+    service = told(address, WATCHDOG_USEC="1000000")
+    service.ready("Serving")
+    manager = Manager(address)
+    service.tell(Condition("Not ready: draining", is_progressing=True, is_passing=False))
+    service.close()
+    assert manager.heard() == [["READY=1", "STATUS=Not ready: draining", "WATCHDOG=1"]]
+    manager.socket.close()

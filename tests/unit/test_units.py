@@ -70,6 +70,13 @@ def test_the_exposure_is_low(unit: Path) -> None:
 
 
 @pytest.mark.parametrize("device", UNITS)
+def test_a_unit_lets_ucx_find_its_network_cards(device: str) -> None:
+    """Without netlink UCX sees none ("No such device"), so that no worker reaches another node: CPU workers need it as well."""
+    families = re.search(r"^RestrictAddressFamilies=(.*)$", installed(device), re.MULTILINE)[1].split()
+    assert families == ["AF_UNIX", "AF_INET", "AF_INET6", "AF_NETLINK"]
+
+
+@pytest.mark.parametrize("device", UNITS)
 def test_a_unit_gives_the_server_the_time_it_takes(device: str) -> None:
     """Killed later than a drain takes, ready when the server says so, and not restarted over wrong settings."""
     text = installed(device)

@@ -22,6 +22,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from disagg.api.app import Services, build_app
+from disagg.api.connection import Runner
 from disagg.config import ServerConfig
 from disagg.messages import TokenLogprobs, TokenOutput
 from disagg.model import ModelFiles
@@ -232,9 +233,7 @@ def parse_events(text: str) -> list[Any]:
 async def serving(router: FakeRouter, **changes: Any) -> AsyncIterator[Client]:
     """The application as ``serve`` runs it, on 127.0.0.1 and a free port."""
     services = make_services(router, **changes)
-    runner = web.AppRunner(
-        build_app(services), handler_cancellation=True, keepalive_timeout=120, access_log=None, shutdown_timeout=1.0
-    )
+    runner = Runner(build_app(services), keepalive_timeout=120.0, shutdown_timeout=1.0)
     await runner.setup()
     try:
         listener = socket.create_server(("127.0.0.1", 0))

@@ -86,6 +86,7 @@ async def test_every_sampling_field_reaches_the_engine() -> None:
     assert (params.min_p, params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (0.1, 1.1, -1.0, 2.0)
     assert (params.logit_bias, params.seed, params.stop_token_ids) == ({97: -100.0}, 7, (98, EOS))
     assert (other.stop_token_ids, other.top_k, other.temperature) == ((), 0, 0.0)
+    assert [stream.request.priority for stream in router.streams] == [3, 0]
     assert not any("mine" in stream.request.id for stream in router.streams)
 
 

@@ -52,7 +52,7 @@ SHARED_FAULTS = [
     *[("response_format", value) for value in ({"type": "json_object"}, {"type": "json_schema"}, {"type": "zzz"}, "text")],
     *[(field, "x") for field in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")],
     *[(field, "yes") for field in ("ignore_eos", "skip_special_tokens", "return_token_ids")],
-    *[("priority", value) for value in (1.5, "x")],
+    *[("priority", value) for value in (1.5, "x", 2**31, -(2**31) - 1)],
     *[("user", value) for value in (1, {})],
 ]  # fmt: skip
 
