@@ -35,7 +35,7 @@ In the workers:
     decode      reserves blocks first, later continues from the second token on
     prefill     computes the prompt chunk by chunk, samples the first token, pushes finished blocks
     engine      the model, its scheduler, block pool, prefix cache and sampling; the only place with torch
-    kernels     (the folder kernels/) what the engine runs where plain torch is too slow
+    kernels     (the folder kernels/) what the engine runs where plain torch is too slow; ``native`` calls what src/ compiles to
     kv          the shape of a block, the fingerprint that peers compare, the digests of the prefix cache
     handoff     everything that moves a request's KV: protocol, plan, transports, digests
 

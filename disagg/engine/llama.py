@@ -8,7 +8,7 @@ Weights that read the same input are one matrix (q, k, v; gate, up). Positions t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from disagg.engine.base import Progress
 from disagg.kernels.linear import Linear, linear
-from disagg.kernels.paged import Plan, attention, write_kv
+from disagg.kernels.paged import Plan, Work, attention, make_plan, plan_order, write_kv
 from disagg.kernels.rope import rms_norm, rope_, rope_table
 from disagg.model import DividedScaling, LinearScaling, Llama3Scaling, ModelSpec, YarnScaling
 
@@ -126,8 +126,18 @@ class Llama:
             down=linear(read("mlp.down_proj.weight")),
         )
 
-    def hidden(self, tokens: Tensor, pool: Tensor, plan: Plan) -> Tensor:
-        """The last layer's output [T, C] for ``tokens`` [T], in the plan's order. Writes their KV into ``pool``."""
+    def forward(self, works: Sequence[Work], tokens: Sequence[int], pool: Tensor) -> list[Tensor]:
+        """The last layer's output [num_tokens, C] of each work, whose ``tokens`` follow one another. Writes their KV."""
+        parts = list(torch.split(torch.tensor(tokens, device=self.device), [work.num_tokens for work in works]))
+        order = plan_order(works)
+        plan = make_plan([works[index] for index in order], pool, self.spec.num_heads)
+        hidden = self._hidden(torch.cat([parts[index] for index in order]), pool, plan)
+        for index, part in zip(order, torch.split(hidden, [works[index].num_tokens for index in order])):
+            parts[index] = part
+        return parts
+
+    def _hidden(self, tokens: Tensor, pool: Tensor, plan: Plan) -> Tensor:
+        """[T, C] for ``tokens`` [T], in the plan's order."""
         spec = self.spec
         num_turned = spec.num_heads + spec.num_kv_heads
         x = self._embedding.index_select(0, tokens)  # [T, C]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import structlog
 import torch
 
 from disagg.engine.base import Engine, Progress
 from disagg.engine.llama import Llama, tensor_shapes
+from disagg.engine.native_llama import NativeLlama, native_crew
 from disagg.engine.null import NullEngine
-from disagg.engine.torch_engine import TorchEngine
+from disagg.engine.torch_engine import Model, TorchEngine
 from disagg.engine.weights_gguf import GgufWeights
 from disagg.engine.weights_safetensors import SafetensorsWeights
 from disagg.errors import ConfigError
 from disagg.grammar import Matchers
 from disagg.model import ModelFiles, kv_layout, read_model_spec
+
+log = structlog.get_logger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -43,7 +47,11 @@ def load_engine(
         raise ConfigError(f"model.dtype: {dtype!r}; supported: {', '.join(_DTYPES)}")
     expected = tensor_shapes(spec)
 
-    def build(weights: GgufWeights | SafetensorsWeights) -> Llama:
+    def build(weights: GgufWeights | SafetensorsWeights) -> Model:
+        if dtype == "float32" and (crew := native_crew(spec, torch.get_num_threads())) is not None:
+            return NativeLlama(spec, weights, crew, progress)
+        if dtype == "float32":
+            log.warning("computing with torch alone: the compiled kernels were not built here, or do not fit this model")
         return Llama(spec, weights, dtype=_DTYPES[dtype], device=torch.device(device), progress=progress)
 
     if files.kind == "gguf":

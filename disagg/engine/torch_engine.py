@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from disagg.engine.base import Chunk, Sample
 from disagg.engine.grammar import Grammars
-from disagg.engine.llama import Llama
 from disagg.engine.sampling import Row, sample, score
 from disagg.errors import GrammarError
 from disagg.grammar import Matchers
-from disagg.kernels.paged import Work, make_plan, plan_order
+from disagg.kernels.paged import Work
 from disagg.kv import KVLayout
 from disagg.messages import TokenLogprobs
+from disagg.model import ModelSpec
 
 _NO_SAMPLE = Sample(None)
 _BROKEN = Sample(None, is_broken=True)
@@ -23,10 +25,26 @@ _SCORE_ROWS = 256
 """Prompt rows scored at once: with a vocabulary of 50,000 their float32 logits are 50 MB."""
 
 
+class Model(Protocol):
+    """A decoder's weights on one device, and its forward pass."""
+
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: torch.device
+
+    def forward(self, works: Sequence[Work], tokens: Sequence[int], pool: Tensor) -> list[Tensor]:
+        """The last layer's output [num_tokens, hidden_size] of each work, whose ``tokens`` are in that order; writes their KV."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [rows, vocab_size]"""
+        ...
+
+
 class TorchEngine:
     """``vocab_size``: the tokenizer's; ids at and above it are never sampled."""
 
-    def __init__(self, model: Llama, layout: KVLayout, *, vocab_size: int, compiler: Matchers | None = None) -> None:
+    def __init__(self, model: Model, layout: KVLayout, *, vocab_size: int, compiler: Matchers | None = None) -> None:
         self.layout = layout
         self._grammars = Grammars(compiler)
         self._model = model
@@ -86,19 +104,10 @@ class TorchEngine:
         """Fill the KV of every chunk. Returns the last layer's output for each chunk, [num_tokens, hidden_size], in order."""
         assert self._pool is not None, "bind() comes before the first step"
         works = [Work(chunk.sequence.blocks, chunk.start, chunk.num_tokens) for chunk in batch]
-        order = plan_order(works)
-        plan = make_plan([works[index] for index in order], self._pool, self._model.spec.num_heads)
         tokens: list[int] = []
-        for index in order:
-            chunk = batch[index]
+        for chunk in batch:
             tokens += chunk.sequence.tokens[chunk.start : chunk.start + chunk.num_tokens]
-        hidden = self._model.hidden(torch.tensor(tokens, device=self._model.device), self._pool, plan)
-        parts: list[Tensor] = [hidden] * len(batch)
-        row = 0
-        for index in order:
-            parts[index] = hidden[row : row + works[index].num_tokens]
-            row += works[index].num_tokens
-        return parts
+        return self._model.forward(works, tokens, self._pool)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

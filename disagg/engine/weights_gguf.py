@@ -7,6 +7,7 @@ import torch
 from gguf.quants import dequantize
 from torch import Tensor
 
+from disagg.engine.native_llama import Stored
 from disagg.errors import UnsupportedModelError
 from disagg.model import ModelFiles, ModelSpec, open_gguf
 
@@ -55,6 +56,16 @@ class GgufWeights:
             raise UnsupportedModelError(f"{files.path}: tensors missing: {missing[:8]}; tensors without a use: {unexpected[:8]}")
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self._find(name, shape)
+        values = dequantize(tensor.data, gguf.GGMLQuantizationType(tensor.tensor_type))
+        return torch.tensor(values) if values.base is not None else torch.from_numpy(values)
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+        """The tensor in the file's own blocks, mapped. Raises UnsupportedModelError as ``read`` does."""
+        tensor = self._find(name, shape)
+        return Stored(tensor.tensor_type.name, tensor.data.ctypes.data, tensor.data)
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> gguf.ReaderTensor:
         tensor = self._tensors[gguf_name(name)]
         found = tuple(int(size) for size in reversed(tensor.shape))
         if found != shape:
@@ -63,5 +74,4 @@ class GgufWeights:
             raise UnsupportedModelError(
                 f"{self._path}: {tensor.name} has type {tensor.tensor_type.name}; supported: {', '.join(_TYPES)}"
             )
-        values = dequantize(tensor.data, gguf.GGMLQuantizationType(tensor.tensor_type))
-        return torch.tensor(values) if values.base is not None else torch.from_numpy(values)
+        return tensor

@@ -7,14 +7,17 @@ from pathlib import Path
 from types import TracebackType
 
 import msgspec
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from disagg.engine.native_llama import Stored
 from disagg.errors import ConfigError, UnsupportedModelError
 from disagg.model import ModelFiles
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class _Index(msgspec.Struct):
@@ -55,6 +58,13 @@ class SafetensorsWeights:
         if not tensor.dtype.is_floating_point:
             raise UnsupportedModelError(f"{self._folder}: {name} has type {tensor.dtype}; supported: float32, float16, bfloat16")
         return tensor
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+        """The tensor in the file's own type, mapped. Raises UnsupportedModelError as ``read`` does."""
+        tensor = self.read(name, shape).contiguous()
+        if tensor.dtype not in _KINDS:
+            tensor = tensor.to(torch.float32)
+        return Stored(_KINDS[tensor.dtype], tensor.data_ptr(), tensor)
 
 
 def _shards(folder: Path) -> list[Path]:

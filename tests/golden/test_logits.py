@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from disagg.kernels.native import best_library
 
 from disagg.engine.base import Chunk
 from tests.golden.conftest import BUILT_IN, MODELS, Case, Rig, prompt
@@ -23,6 +24,16 @@ def reference_logits(case: Case, tokens: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         logits: torch.Tensor = case.reference(torch.tensor([tokens])).logits[0]
     return logits
+
+
+@pytest.fixture(params=["compiled kernels", "torch alone"], autouse=True)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test here runs with the compiled kernels, and as where there was no compiler."""
+    if request.param == "torch alone":
+        monkeypatch.setattr("disagg.engine.load.native_crew", lambda spec, num_threads: None)
+    elif best_library() is None:
+        pytest.skip("the kernels were not built: needs a C++ compiler")
+    return str(request.param)
 
 
 @pytest.mark.parametrize("name", MODELS)

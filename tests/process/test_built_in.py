@@ -49,6 +49,7 @@ def test_whole_streamed_and_repeated_answers_agree(running: Server, client: open
     assert second.usage.prompt_tokens_details.cached_tokens == second.usage.prompt_tokens // 16 * 16
 
 
+@pytest.mark.slow
 def test_seeded_answers_and_their_logprobs_equal_the_colocated_servers(running: Server) -> None:
     """Disaggregation changes neither a draw nor a log-probability, for n > 1 too."""
     body = {

@@ -52,7 +52,7 @@ def read_to_end(stream: Stream) -> str:
     return stream.text()
 
 
-@pytest.mark.parametrize("wait_s", [0, 20], ids=["at-once", "in-peace"])
+@pytest.mark.parametrize("wait_s", [0, pytest.param(20, marks=pytest.mark.slow)], ids=["at-once", "in-peace"])
 def test_eight_streams_say_the_same_while_a_worker_flips_and_flips_back(operated: Operated, wait_s: float) -> None:
     """decode → prefill → decode: every text is the undisturbed one, roles and epochs show in the status, nothing is left."""
     server = operated.server

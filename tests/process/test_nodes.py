@@ -120,6 +120,7 @@ def test_prefill_here_and_decode_there_equal_one_server(wire: Network, token: Pa
         assert terminate(running) == 0
 
 
+@pytest.mark.slow
 def test_both_roles_there_share_memory_there(wire: Network, token: Path, expected: list[str]) -> None:
     """A pair within one node needs no network for its blocks, wherever the node is; and the head needs no worker of its own."""
     with cluster(wire, token, head=("--prefill", "0", "--decode", "0"), node=()) as (running, _):
@@ -189,6 +190,7 @@ def test_streams_outlive_a_lost_node_and_it_comes_back(
         running.wait_until_empty(DEADLINE_S)
 
 
+@pytest.mark.slow
 def test_streams_outlive_a_killed_node_and_another_takes_its_place(wire: Network, token: Path, expected: list[str]) -> None:
     """kill -9 in the middle of eight streams, noticed at once. The next of that name brings two workers, and epochs rise."""
     with cluster(wire, token) as (running, lent):

@@ -195,6 +195,7 @@ def test_sigterm_lets_streams_finish_and_refuses_new_requests() -> None:
         assert running.process.wait(DEADLINE_S) == 0
 
 
+@pytest.mark.slow
 def test_what_outlives_the_drain_time_ends_with_an_error_event() -> None:
     """Never a bare close: an error event, [DONE], exit code 0; also when a second signal cuts the drain short."""
     with server("--drain-s", "0.3") as running:

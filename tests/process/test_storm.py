@@ -38,7 +38,7 @@ def num_pools(process_id: int) -> int:
     return Path(f"/proc/{process_id}/maps").read_text().count("memfd:disagg")
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
 def test_a_restart_storm_of_one_worker_is_no_harm_to_the_streams(role: str) -> None:
     """Killed at each start until it is given up: old and new streams go on with the other worker; the server says degraded."""
     prompts = [f"{index} in the storm" for index in range(3)]

@@ -38,6 +38,7 @@ def test_a_server_that_cannot_start_is_exit_code_2() -> None:
     assert "100000000" in err
 
 
+@pytest.mark.slow
 def test_a_configuration_for_others_does_not_lock_the_verifier_out(tmp_path: Path) -> None:
     """Keys, certificates and addresses of the file are for the server that others use, not for the private ones compared here."""
     config = tmp_path / "disagg.toml"

@@ -1,0 +1,130 @@
+// Vectors of LANES floats, whatever the instruction set, and the few functions of them that the kernels share.
+//
+// Everything is written once over the compiler's vector types and compiled for each instruction set into a library of its own.
+// All results are the same bits for every number of rows in a step: each output is one chain of multiply-adds in the order of k.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+constexpr int ROWS = 12;  // of a tile: as many accumulators as the registers hold
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+constexpr int ROWS = 6;
+#else
+constexpr int LANES = 4;
+constexpr int ROWS = sizeof(void*) == 8 && defined(__aarch64__) ? 6 : 2;
+#endif
+
+constexpr int PANEL = 16;             // outputs that lie side by side in packed weights
+constexpr int NV = PANEL / LANES;     // vectors of a panel's row
+
+typedef float vf __attribute__((vector_size(LANES * 4)));
+typedef int32_t vi __attribute__((vector_size(LANES * 4)));
+typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
+typedef int8_t vb __attribute__((vector_size(LANES)));
+typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
+
+template <class V, class T>
+inline V load(const T* from) {
+    V value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
+inline vf load(const float* from) { return load<vf>(from); }
+inline void store(float* to, vf value) { std::memcpy(to, &value, sizeof value); }
+inline vf all(float value) { return value - vf{}; }
+
+inline vf to_float(vi value) { return __builtin_convertvector(value, vf); }
+
+inline float half_to_float(uint16_t half) {
+    const uint32_t sign = uint32_t(half & 0x8000) << 16, rest = half & 0x7fff;
+    uint32_t bits;
+    float value;
+    if (rest >= 0x7c00) {
+        bits = sign | 0x7f800000 | (rest & 0x3ff) << 13;
+    } else if (rest >= 0x400) {
+        bits = sign | ((rest << 13) + (112u << 23));
+    } else {
+        value = float(rest) * 0x1p-24f;
+        return sign ? -value : value;
+    }
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+inline vf load_halves(const uint16_t* from) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__F16C__) && defined(__AVX2__)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#else
+    vf value;
+    for (int lane = 0; lane < LANES; ++lane) value[lane] = half_to_float(from[lane]);
+    return value;
+#endif
+}
+
+// The compiler widens eight bytes through memory, so it is told how.
+inline vf load_bytes(const int8_t* from) {
+#if defined(__AVX512F__)
+    return to_float((vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+    return to_float((vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+    return to_float(__builtin_convertvector(load<vb>(from), vi));
+#endif
+}
+
+inline vf load_bfloats(const uint16_t* from) {
+#if defined(__AVX512F__)
+    return (vf)((vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)) << 16);
+#elif defined(__AVX2__)
+    return (vf)((vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)) << 16);
+#else
+    return (vf)(__builtin_convertvector(load<vh>(from), vu) << 16);
+#endif
+}
+
+inline float sum(vf value) {
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int lane = 0; lane < width; ++lane) value[lane] += value[lane + width];
+    return value[0];
+}
+
+inline float greatest(vf value) {
+    float most = value[0];
+    for (int lane = 1; lane < LANES; ++lane) most = value[lane] > most ? value[lane] : most;
+    return most;
+}
+
+inline vf larger(vf a, vf b) { return a > b ? a : b; }
+
+// e^x to about one unit in the last place for x in [-87, 88]; 0 below, with e^0 exactly 1.
+inline vf exp(vf x) {
+    const vf magic = all(12582912.0f), top = all(88.0f);  // adding it rounds to an integer
+    const vi none = x < all(-87.0f);
+    x = x > top ? top : x;
+    const vf shifted = x * all(1.44269504088896341f) + magic, n = shifted - magic;
+    vf r = x - n * all(0.693359375f);
+    r = r - n * all(-2.12194440e-4f);
+    vf y = all(1.9875691500e-4f);
+    y = y * r + all(1.3981999507e-3f);
+    y = y * r + all(8.3334519073e-3f);
+    y = y * r + all(4.1665795894e-2f);
+    y = y * r + all(1.6666665459e-1f);
+    y = y * r + all(5.0000001201e-1f);
+    y = y * (r * r) + r + all(1.0f);
+    const vf power = (vf)(((vi)shifted - (vi)magic + 127) << 23);
+    return (vf)((vi)(y * power) & ~none);
+}
+
+inline vf silu(vf x) { return x / (all(1.0f) + exp(-x)); }
