@@ -17,7 +17,8 @@ class Streamed:
 
     ttft_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
-    arrivals: list[float] = field(default_factory=list)  # perf_counter of every token
+    arrivals: list[float] = field(default_factory=list)  # perf_counter of every event: as a rule one token
+    num_tokens: int | None = None  # by the server's count, where usage was asked for
     text: str = ""
     is_complete: bool = False  # [DONE] came
 
@@ -70,6 +71,9 @@ async def stream(
                 continue
             if line.startswith(b'data: {"error"'):
                 raise RuntimeError(line.decode())
+            if b'"choices":[],' in line:
+                result.num_tokens = json.loads(line[6:])["usage"]["completion_tokens"]
+                continue
             if keep_text:
                 result.text += json.loads(line[6:])["choices"][0]["text"]
             now = time.perf_counter()

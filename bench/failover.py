@@ -44,8 +44,9 @@ def one_kill(server: RunningServer, model: str, prompt: list[int]) -> float:
             os.kill(decode["pid"], signal.SIGKILL)
         return False
 
-    run = asyncio.run(stream(server.url, prompt, 60, model=model, on_token=on_token))
-    assert len(run.arrivals) == 60, f"{len(run.arrivals)} of 60 tokens came"
+    usage = {"include_usage": True}
+    run = asyncio.run(stream(server.url, prompt, 60, model=model, on_token=on_token, stream_options=usage))
+    assert run.num_tokens == 60, f"{run.num_tokens} of 60 tokens came"
     return max(run.gaps_s[AT_TOKEN - 1 :])
 
 

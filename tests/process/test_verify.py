@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.process.harness import null_server, server
 
 LIMIT_S = 120.0
