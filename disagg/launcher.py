@@ -7,6 +7,7 @@ after every message it had sent.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -84,6 +85,10 @@ class ProcessHandle:
         self.pid = self._process.pid
         self._channel = Channel(self._process.socket, settings.epoch, on_message, self._channel_closed)
         self._channel_error: Exception | None = None
+        if settings.cpus:
+            with contextlib.suppress(OSError):  # the worker says so itself
+                # Before it reads its settings: its interpreter must not load on a core where another worker computes.
+                os.sched_setaffinity(self.pid, settings.cpus)
         self.send(settings)
 
     @property
