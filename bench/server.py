@@ -64,10 +64,10 @@ def running_server(*arguments: str) -> Iterator[RunningServer]:
             process.wait()
 
 
-def cpu_seconds(pid: int) -> float:
-    """User + system time of one process so far."""
+def cpu_seconds(pid: int) -> tuple[float, float]:
+    """User and system time of one process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return int(fields[11]) / os.sysconf("SC_CLK_TCK"), int(fields[12]) / os.sysconf("SC_CLK_TCK")
 
 
 def where() -> dict[str, Any]:
