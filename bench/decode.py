@@ -1,8 +1,8 @@
 """A decode step's time by batch and context, and the bytes it must read against the memory's measured rate.
 
-    python bench/decode.py [--batches 1,4,16] [--contexts 64,1024] [--repeat 10] [--json -]
+    python bench/decode.py [--threads 1,2] [--batches 1,4,16] [--contexts 64,1024] [--repeat 10] [--json -]
 
-Bytes of a step: every weight of a matrix product once, and the KV of every token of every sequence.
+Bytes of a step: every weight of a matrix product once, as a GGUF file stores it, and the KV of every token of every sequence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine import load
 from server import report
 
 from disagg.engine.base import Chunk, Sequence
-from disagg.model import ModelSpec
+from disagg.model import ModelFiles, ModelSpec, open_gguf
 from disagg.request import SamplingParams
 
 
@@ -32,15 +32,16 @@ def measure_reading() -> float:
     return data.nbytes / min(times) / 1e9
 
 
-def weight_nbytes(spec: ModelSpec) -> int:
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    layer = spec.hidden_size * (2 * q + 2 * kv + 3 * spec.intermediate_size)
-    return 4 * (spec.num_layers * layer + spec.hidden_size * spec.vocab_size)
+def weight_nbytes(files: ModelFiles, spec: ModelSpec) -> int:
+    """As the file stores them; a tied embedding is read as the output head."""
+    skipped = "" if spec.tie_word_embeddings else "token_embd.weight"
+    return sum(int(tensor.n_bytes) for tensor in open_gguf(files.path).tensors if tensor.name != skipped)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--threads", default="1,2")
     parser.add_argument("--batches", default="1,4,16")
     parser.add_argument("--contexts", default="64,1024")
     parser.add_argument("--block-size", type=int, default=16)
@@ -48,7 +49,12 @@ def main() -> None:
     parser.add_argument("--json", help="file to write, or - for bench/results/decode.json")
     args = parser.parse_args()
 
-    torch.set_num_threads(1)
+    results = [measure(args, int(text)) for text in args.threads.split(",")]
+    report("decode", {"model": args.model, "by_threads": results}, args.json)
+
+
+def measure(args: argparse.Namespace, num_threads: int) -> dict[str, object]:
+    torch.set_num_threads(num_threads)
     batches = [int(text) for text in args.batches.split(",")]
     contexts = [int(text) for text in args.contexts.split(",")]
     files, spec, engine = load(args.model, args.block_size)
@@ -76,7 +82,7 @@ def main() -> None:
                 engine.step(chunks)
                 times.append(time.perf_counter() - started)
             step_s = statistics.median(times[1:])
-            nbytes = weight_nbytes(spec) + batch * context * layout.block_nbytes // args.block_size
+            nbytes = weight_nbytes(files, spec) + batch * context * layout.block_nbytes // args.block_size
             rate = nbytes / step_s / 1e9
             results.append(
                 {
@@ -89,7 +95,7 @@ def main() -> None:
                     "share_of_reading": round(rate / reading, 3),
                 }
             )
-    report("decode", {"model": files.name, "threads": 1, "reading_gb_per_s": round(reading, 1), "steps": results}, args.json)
+    return {"threads": num_threads, "reading_gb_per_s": round(reading, 1), "steps": results}
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How much of one core prefill uses: useful float operations per second against matrix products measured in the same run.
+"""How much of its cores prefill uses: useful float operations per second against matrix products measured in the same run.
 
-    python bench/prefill.py [--tokens 2000] [--chunk 512] [--block-size 16] [--repeat 3] [--json -]
+    python bench/prefill.py [--threads 1,2] [--tokens 2000] [--chunk 512] [--block-size 16] [--repeat 3] [--json -]
 
 Useful: 2 for each weight of a matrix product and token (the output head for the last token only), and 4 * heads * head_dim for
 each position a token attends to (causal: itself and all before it). The rate of products is the median, over the model's own
-shapes, of the best of several runs: with the packed weights that the engine uses, and with plain ``torch.mm``.
+shapes, of the best of several runs: with weights that oneDNN has packed, and with plain ``torch.mm``.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def useful_operations(spec: ModelSpec, num_tokens: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--threads", default="1,2")
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--block-size", type=int, default=16)
@@ -72,8 +73,13 @@ def main() -> None:
     parser.add_argument("--json", help="file to write, or - for bench/results/prefill.json")
     args = parser.parse_args()
 
-    torch.set_num_threads(1)
-    files, spec, engine = load(args.model, args.block_size)
+    results = [measure(args, int(text)) for text in args.threads.split(",")]
+    report("prefill", {"model": args.model, "tokens": args.tokens, "chunk": args.chunk, "by_threads": results}, args.json)
+
+
+def measure(args: argparse.Namespace, num_threads: int) -> dict[str, object]:
+    torch.set_num_threads(num_threads)
+    _, spec, engine = load(args.model, args.block_size)
     num_blocks = engine.layout.num_blocks(args.tokens)
     engine.bind(memoryview(bytearray(num_blocks * engine.layout.block_nbytes)))
     rng = random.Random(0)
@@ -88,12 +94,8 @@ def main() -> None:
     products = measure_products(spec, args.chunk)
     seconds = best_of(args.repeat, prefill)
     gflops = useful_operations(spec, args.tokens) / 1e9 / seconds
-    result = {
-        "model": files.name,
-        "tokens": args.tokens,
-        "chunk": args.chunk,
-        "block_size": args.block_size,
-        "threads": 1,
+    return {
+        "threads": num_threads,
         "seconds": round(seconds, 3),
         "tokens_per_s": round(args.tokens / seconds),
         "useful_gflops_per_s": round(gflops, 1),
@@ -101,7 +103,6 @@ def main() -> None:
         "share_of_packed": round(gflops / products["packed"], 3),
         "share_of_torch_mm": round(gflops / products["torch_mm"], 3),
     }
-    report("prefill", result, args.json)
 
 
 if __name__ == "__main__":

@@ -273,6 +273,7 @@ def kill_twice(running: Server, worker_id: str) -> None:
         os.kill(running.worker(worker_id)["pid"], signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_again_and_again_ends_the_server() -> None:
     """Backoff, a limit, then a non-zero exit, so that a service manager can act."""
     with server("--max-restarts", "1", "--no-fallback") as running:

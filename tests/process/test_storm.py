@@ -95,6 +95,7 @@ def test_with_both_roles_beyond_the_limit_the_server_ends_and_says_so_to_its_str
         stream.close()
 
 
+@pytest.mark.slow
 def test_a_thousand_streams_at_once_are_all_right() -> None:
     """All open at the same time, and not read before they are: each says what it should. Then all leave, and leave nothing."""
     prompts = [f"{index} of a crowd" for index in range(4)]
@@ -117,6 +118,7 @@ def test_a_thousand_streams_at_once_are_all_right() -> None:
         assert running.complete(prompts[0], 8) == expected[0]
 
 
+@pytest.mark.slow
 def test_a_small_shared_memory_file_system_is_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """KV pools are anonymous memory files: with a /dev/shm of 1 MiB, as in some containers, pools of 64 MiB are served from."""
     inside = 'mount -t tmpfs -o size=1M tmpfs /dev/shm && exec "$@"'

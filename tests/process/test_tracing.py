@@ -181,6 +181,7 @@ def test_a_request_that_fails_has_an_error_and_its_reason(traced: Traced) -> Non
     assert attributes(choice)["gen_ai.response.id"] == request_id
 
 
+@pytest.mark.slow
 def test_without_its_collector_a_server_serves_and_ends_as_ever() -> None:
     """Nobody listens at the endpoint: answers come, and SIGTERM ends it with exit code 0."""
     with collector() as reserved:

@@ -57,6 +57,7 @@ path = "null"
     assert (code, json.loads(out)["equal"]) == (0, True), err
 
 
+@pytest.mark.slow
 def test_a_server_that_verifies_gives_the_same_text_and_counts_no_corruption() -> None:
     """--verify-kv over shared memory, with the copying on its own thread: every block that arrives is the one that was sent."""
     prompt = "verified " * 200
