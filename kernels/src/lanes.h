@@ -18,9 +18,12 @@ constexpr int ROWS = 12;  // of a tile: as many accumulators as the registers ho
 #elif defined(__AVX2__)
 constexpr int LANES = 8;
 constexpr int ROWS = 6;
+#elif defined(__aarch64__)
+constexpr int LANES = 4;
+constexpr int ROWS = 6;
 #else
 constexpr int LANES = 4;
-constexpr int ROWS = sizeof(void*) == 8 && defined(__aarch64__) ? 6 : 2;
+constexpr int ROWS = 2;
 #endif
 
 constexpr int PANEL = 16;             // outputs that lie side by side in packed weights

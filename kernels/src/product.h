@@ -113,16 +113,19 @@ inline void few_rows(const Matrix& weights, int first_panel, const float* x, int
             for (int v = 0; v < NV; ++v) store(acc + (p * R + r) * PANEL + v * LANES, sums[p][r][v]);
 }
 
-template <class F, int R>
+template <int R>
 inline void few_rows_unit(const Product& product, int first_panel) {
     constexpr int NUM = R == 1 ? 2 : 1;  // one row alone would wait for its own sums
     const int num = std::min(NUM, product.weights->num_panels() - first_panel);
     float acc[NUM * R * PANEL], up[NUM * R * PANEL];
     const auto compute = [&](const Matrix& weights, float* sums) {
-        if (num == NUM)
-            few_rows<F, R, NUM>(weights, first_panel, product.x, product.x_stride, sums);
-        else
-            few_rows<F, R, 1>(weights, first_panel, product.x, product.x_stride, sums);
+        with_format(weights.layout, [&](auto format) {
+            using F = decltype(format);
+            if (num == NUM)
+                few_rows<F, R, NUM>(weights, first_panel, product.x, product.x_stride, sums);
+            else
+                few_rows<F, R, 1>(weights, first_panel, product.x, product.x_stride, sums);
+        });
     };
     compute(*product.weights, acc);
     if (product.up != nullptr) compute(*product.up, up);
@@ -131,11 +134,11 @@ inline void few_rows_unit(const Product& product, int first_panel) {
             write_row(product, r, (first_panel + p) * PANEL, acc + (p * R + r) * PANEL, product.up ? up + (p * R + r) * PANEL : nullptr);
 }
 
-template <class F, int R = ROWS>
+template <int R = ROWS>
 inline void few_rows_units(int num_rows, const Product& product, int first_panel) {
     if constexpr (R > 0) {
-        if (num_rows == R) return few_rows_unit<F, R>(product, first_panel);
-        few_rows_units<F, R - 1>(num_rows, product, first_panel);
+        if (num_rows == R) return few_rows_unit<R>(product, first_panel);
+        few_rows_units<R - 1>(num_rows, product, first_panel);
     }
 }
 
@@ -158,20 +161,22 @@ inline void many_rows(const Matrix& weights, int panel, int num_rows, const floa
     }
 }
 
-template <class F>
 inline void many_rows_unit(const Product& product, int first_row, int num_rows, int first_panel) {
     alignas(64) static thread_local float acc[MOST_ROWS * PANEL], up[MOST_ROWS * PANEL];
     const float* x = product.x + first_row * product.x_stride;
     const int end = std::min(first_panel + PANELS, product.weights->num_panels());
     for (int panel = first_panel; panel < end; ++panel) {
-        many_rows<F>(*product.weights, panel, num_rows, x, product.x_stride, acc);
-        if (product.up != nullptr) many_rows<F>(*product.up, panel, num_rows, x, product.x_stride, up);
+        const auto compute = [&](const Matrix& weights, float* sums) {
+            with_format(weights.layout, [&](auto format) { many_rows<decltype(format)>(weights, panel, num_rows, x, product.x_stride, sums); });
+        };
+        compute(*product.weights, acc);
+        if (product.up != nullptr) compute(*product.up, up);
         for (int row = 0; row < num_rows; ++row)
             write_row(product, first_row + row, panel * PANEL, acc + row * PANEL, product.up ? up + row * PANEL : nullptr);
     }
 }
 
-// One or more products of the same rows, as one phase. ``up`` has the layout of ``weights``.
+// One or more products of the same rows, as one phase. ``up`` has the shape of ``weights``, whatever types they are stored in.
 inline void multiply(Crew& crew, int num_rows, const Product* products, int num_products) {
     const bool few = num_rows <= ROWS;
     const int cols = products[0].weights->cols;
@@ -187,12 +192,9 @@ inline void multiply(Crew& crew, int num_rows, const Product* products, int num_
         const Product& product = products[index];
         const int per_block = num_units[index] / num_blocks, first_row = unit / per_block * block;
         const int first_panel = unit % per_block * panels, rows = std::min(block, num_rows - first_row);
-        with_format(product.weights->layout, [&](auto format) {
-            using F = decltype(format);
-            if (few)
-                few_rows_units<F>(rows, product, first_panel);
-            else
-                many_rows_unit<F>(product, first_row, rows, first_panel);
-        });
+        if (few)
+            few_rows_units(rows, product, first_panel);
+        else
+            many_rows_unit(product, first_row, rows, first_panel);
     });
 }

@@ -82,13 +82,13 @@ def test_what_a_product_can_do_besides(crew: Crew, tokens: int) -> None:
     """Biases, the sum with a residual, the gated product, rows in another order."""
     data, values = stored("Q4_1", 50, 96, 1)
     weights = matrix(crew, "Q4_1", data, values)
-    other_data, other = stored("Q4_1", 50, 96, 2)
+    other_data, other = stored("Q8_0", 50, 96, 2)  # as in files whose quantiser chose for each tensor by itself
     x, bias, residual = torch.randn(tokens, 96), torch.randn(50), torch.randn(tokens, 50)
     y = x @ values.T
     close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(weights.product(x, bias=bias), y + bias, **close)
     torch.testing.assert_close(weights.product(x, residual=residual), y + residual, **close)
-    gated = weights.product(x, up=matrix(crew, "Q4_1", other_data, other))
+    gated = weights.product(x, up=matrix(crew, "Q8_0", other_data, other))
     torch.testing.assert_close(gated, F.silu(y) * (x @ other.T), rtol=1e-4, atol=1e-3)
     order = torch.randperm(50).to(torch.int32)
     torch.testing.assert_close(matrix(crew, "Q4_1", data, values, order).product(x), y[:, order.long()], **close)
