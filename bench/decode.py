@@ -55,6 +55,7 @@ def main() -> None:
 
 def measure(args: argparse.Namespace, num_threads: int) -> dict[str, object]:
     torch.set_num_threads(num_threads)
+    reading = measure_reading()
     batches = [int(text) for text in args.batches.split(",")]
     contexts = [int(text) for text in args.contexts.split(",")]
     files, spec, engine = load(args.model, args.block_size)
@@ -63,7 +64,6 @@ def measure(args: argparse.Namespace, num_threads: int) -> dict[str, object]:
     pool = bytearray(per_sequence * max(batches) * layout.block_nbytes)
     torch.frombuffer(pool, dtype=torch.float32).normal_(0, 0.1)  # zeros would all lie in one page of the kernel's
     engine.bind(memoryview(pool))
-    reading = measure_reading()
 
     rng = random.Random(0)
     results = []

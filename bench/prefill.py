@@ -21,7 +21,7 @@ from engine import load
 from server import report
 
 from disagg.engine.base import Chunk, Sequence
-from disagg.model import ModelSpec
+from disagg.model import ModelSpec, find_model, read_model_spec
 from disagg.request import SamplingParams
 
 
@@ -79,6 +79,7 @@ def main() -> None:
 
 def measure(args: argparse.Namespace, num_threads: int) -> dict[str, object]:
     torch.set_num_threads(num_threads)
+    products = measure_products(read_model_spec(find_model(args.model)), args.chunk)
     _, spec, engine = load(args.model, args.block_size)
     num_blocks = engine.layout.num_blocks(args.tokens)
     engine.bind(memoryview(bytearray(num_blocks * engine.layout.block_nbytes)))
@@ -91,7 +92,6 @@ def measure(args: argparse.Namespace, num_threads: int) -> dict[str, object]:
         for start in range(0, args.tokens, args.chunk):
             engine.step([Chunk(sequence, start, min(args.chunk, args.tokens - start))])
 
-    products = measure_products(spec, args.chunk)
     seconds = best_of(args.repeat, prefill)
     gflops = useful_operations(spec, args.tokens) / 1e9 / seconds
     return {

@@ -49,6 +49,7 @@ def load_engine(
 
     def build(weights: GgufWeights | SafetensorsWeights) -> Model:
         if dtype == "float32" and (crew := native_crew(spec, torch.get_num_threads())) is not None:
+            torch.set_num_threads(1)  # its threads wait by spinning, on the cores of the crew; sampling alone is little work
             return NativeLlama(spec, weights, crew, progress)
         if dtype == "float32":
             log.warning("computing with torch alone: the compiled kernels were not built here, or do not fit this model")
