@@ -13,7 +13,7 @@ import statistics
 import time
 
 import torch
-from engine import load
+from engine import apart, load
 from server import report
 
 from disagg.engine.base import Chunk, Sequence
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--json", help="file to write, or - for bench/results/decode.json")
     args = parser.parse_args()
 
-    results = [measure(args, int(text)) for text in args.threads.split(",")]
+    results = [apart(measure, args, int(text)) for text in args.threads.split(",")]
     report("decode", {"model": args.model, "by_threads": results}, args.json)
 
 

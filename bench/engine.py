@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
 from disagg.engine.base import Engine
 from disagg.engine.load import load_engine
 from disagg.model import ModelFiles, ModelSpec, find_model, read_model_spec
@@ -20,3 +25,9 @@ def load(model: str, block_size: int) -> tuple[ModelFiles, ModelSpec, Engine]:
         progress=lambda fraction, what: None,
     )
     return files, spec, engine
+
+
+def apart(run: Callable[..., Any], *arguments: object) -> Any:
+    """``run`` in a process of its own: libraries keep the number of threads that they began with."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(run, *arguments).result()

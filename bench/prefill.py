@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 from disagg.kernels.linear import linear
-from engine import load
+from engine import apart, load
 from server import report
 
 from disagg.engine.base import Chunk, Sequence
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--json", help="file to write, or - for bench/results/prefill.json")
     args = parser.parse_args()
 
-    results = [measure(args, int(text)) for text in args.threads.split(",")]
+    results = [apart(measure, args, int(text)) for text in args.threads.split(",")]
     report("prefill", {"model": args.model, "tokens": args.tokens, "chunk": args.chunk, "by_threads": results}, args.json)
 
 
