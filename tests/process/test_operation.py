@@ -250,7 +250,7 @@ def idle(operated: Operated) -> Iterator[None]:
 @contextlib.contextmanager
 def long_prefill(operated: Operated) -> Iterator[None]:
     prompts = [[65 + index] * 100_000 for index in range(24)]  # for as long as the manager may take to be told
-    with busy(operated, prompts, 4, lambda counts: counts["prefilling"] > 0):
+    with busy(operated, prompts, 4, lambda counts: counts["prefilling"] + counts["queued"] > 0):
         yield
 
 
