@@ -39,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="+", default=[256, 2000])
     parser.add_argument(
-        "--tokens", type=int, default=400, help="of each of the first number of streams; the others share as many"
+        "--tokens", type=int, default=400, help="of each stream of the first number; the others share as many, 100 each at least"
     )
     parser.add_argument("--json", help="file to write, or - for bench/results/frontend.json")
     args = parser.parse_args()

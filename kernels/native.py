@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from disagg.kernels.paged import Work
 from torch import Tensor
 
 MOST_DIM = 256
@@ -163,15 +164,6 @@ class Layer:
     v_bias: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One sequence's part of a step: tokens at positions ``start …`` in the slots of ``blocks``."""
-
-    blocks: Sequence[int]
-    start: int
-    num_tokens: int
-
-
 class Decoder:
     """A whole decoder: one call a step."""
 
@@ -205,19 +197,19 @@ class Decoder:
     def __del__(self) -> None:
         self._crew.lib.disagg_scratch_free(self._scratch)
 
-    def forward(self, spans: Sequence[Span], tokens: Sequence[int], pool: Tensor) -> Tensor:
-        """The last layer's output, float32 [tokens, hidden], of ``tokens``, the spans' one after another; writes their KV.
+    def forward(self, works: Sequence[Work], tokens: Sequence[int], pool: Tensor) -> Tensor:
+        """The last layer's output, float32 [tokens, hidden], of ``tokens``, the works' one after another; writes their KV.
 
         ``pool``: float32 [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
         """
-        row, table = 0, (_Span * len(spans))()
-        for entry, span in zip(table, spans):
-            entry.blocks = (c_int32 * len(span.blocks))(*span.blocks)
-            entry.start, entry.num_tokens, entry.row = span.start, span.num_tokens, row
-            row += span.num_tokens
+        row, table = 0, (_Span * len(works))()
+        for entry, work in zip(table, works):
+            entry.blocks = (c_int32 * len(work.blocks))(*work.blocks)
+            entry.start, entry.num_tokens, entry.row = work.start, work.num_tokens, row
+            row += work.num_tokens
         hidden = torch.empty(row, self._model.hidden)
         self._crew.lib.disagg_forward(
-            self._model, self._crew.handle, self._scratch, pool.data_ptr(), pool.shape[4], table, len(spans),
+            self._model, self._crew.handle, self._scratch, pool.data_ptr(), pool.shape[4], table, len(works),
             (c_int32 * row)(*tokens), row, hidden.data_ptr(),
         )  # fmt: skip
         return hidden

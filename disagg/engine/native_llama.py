@@ -10,7 +10,7 @@ from torch import Tensor
 
 from disagg.engine.base import Progress
 from disagg.engine.llama import rope_frequencies, tensor_shapes
-from disagg.kernels.native import MOST_DIM, MOST_GROUP, TYPES, Crew, Decoder, Layer, Matrix, Span, best_library
+from disagg.kernels.native import MOST_DIM, MOST_GROUP, TYPES, Crew, Decoder, Layer, Matrix, best_library
 from disagg.kernels.paged import Work
 from disagg.kernels.rope import rope_table
 from disagg.model import ModelSpec
@@ -65,7 +65,7 @@ class NativeLlama:
 
     def forward(self, works: Sequence[Work], tokens: Sequence[int], pool: Tensor) -> list[Tensor]:
         """The last layer's output [num_tokens, hidden_size] of each work, whose ``tokens`` are in that order; writes their KV."""
-        hidden = self._decoder.forward([Span(work.blocks, work.start, work.num_tokens) for work in works], tokens, pool)
+        hidden = self._decoder.forward(works, tokens, pool)
         parts: list[Tensor] = list(torch.split(hidden, [work.num_tokens for work in works]))
         return parts
 

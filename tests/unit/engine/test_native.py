@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from disagg.kernels import native
-from disagg.kernels.native import TYPES, Crew, Decoder, Layer, Matrix, Span
+from disagg.kernels.native import TYPES, Crew, Decoder, Layer, Matrix
+from disagg.kernels.paged import Work
 from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -160,7 +161,7 @@ def test_a_tokens_result_does_not_depend_on_how_it_was_computed(crew: Crew, data
     num_tokens, block_size = data.draw(st.integers(1, 150)), data.draw(st.sampled_from([1, 7, 16, 64]))
     tokens = torch.randint(0, small.vocab, (num_tokens,), generator=torch.Generator().manual_seed(num_tokens)).tolist()
     num_blocks = -(-num_tokens // block_size)
-    expected = small.decoder.forward([Span(range(num_blocks), 0, num_tokens)], tokens, small.pool(num_blocks, block_size))
+    expected = small.decoder.forward([Work(range(num_blocks), 0, num_tokens)], tokens, small.pool(num_blocks, block_size))
     assert expected.isfinite().all()
 
     pool = small.pool(2 * num_blocks, block_size)
@@ -169,9 +170,9 @@ def test_a_tokens_result_does_not_depend_on_how_it_was_computed(crew: Crew, data
     start, parts = 0, []
     while start < num_tokens:
         size = data.draw(st.integers(1, num_tokens - start))
-        spans, line = [Span(mine, start, size)], tokens[start : start + size]
+        spans, line = [Work(mine, start, size)], tokens[start : start + size]
         if data.draw(st.booleans()):
-            spans, line = [Span(others, 0, min(start + 1, 9)), *spans], tokens[: min(start + 1, 9)] + line
+            spans, line = [Work(others, 0, min(start + 1, 9)), *spans], tokens[: min(start + 1, 9)] + line
         parts.append(small.decoder.forward(spans, line, pool)[-size:])
         start += size
     found = torch.cat(parts)
@@ -185,5 +186,5 @@ def test_the_number_of_threads_changes_nothing(crew: Crew) -> None:
     results = []
     for num_threads in (1, 2, 5):
         small = Small(Crew(crew.lib, num_threads))
-        results += [small.decoder.forward([Span(range(5), 0, 80)], tokens, small.pool(5, 16)) for _ in range(30)]
+        results += [small.decoder.forward([Work(range(5), 0, 80)], tokens, small.pool(5, 16)) for _ in range(30)]
     assert all(torch.equal(result, results[0]) for result in results)
