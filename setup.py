@@ -12,8 +12,11 @@ from setuptools import Extension, setup
 
 SOURCE = Path("kernels/src")
 VARIANTS = {
-    "x86_64": {"avx2": ["-march=x86-64-v3"], "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"]},
-    "aarch64": {"neon": []},
+    "x86_64": {
+        "avx2": ["-march=x86-64-v3"],
+        "avx512": ["-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"],
+    },
+    "aarch64": {"neon": ["-march=armv8.2-a+dotprod"]},
 }
 
 setup(

@@ -47,6 +47,14 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], Meta(description="type of weights and KV; auto = float32 on CPU")
     ] = "auto"
+    quantize: Annotated[
+        Literal["none", "int8"],
+        Meta(description="make smaller what the files hold as floats; int8 = 8 bits, with a scale for each 32 weights"),
+    ] = "none"
+    activations: Annotated[
+        Literal["int8", "float32"],
+        Meta(description="what quantised weights are multiplied with; float32 is exact, int8 within 0.5% and twice as fast"),
+    ] = "int8"
     tool_parser: Annotated[
         Literal["auto", "hermes", "llama3", "mistral", "none"],
         Meta(description="how the model writes tool calls; auto = as its chat template shows, none = tools are refused"),

@@ -60,7 +60,7 @@ def plan(
         names = " and ".join(f"workers.{role} = 0" for role in sorted(missing))
         raise ConfigError(f"{names}: nobody would do that; only with --cluster-listen can other nodes")
     dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
-    layout = kv_layout(spec, dtype, config.kv.block_size)
+    layout = kv_layout(spec, dtype, config.kv.block_size, config.model.quantize, config.model.activations)
     max_model_len, kv_nbytes = _kv_budget(config, spec, layout, len(roles), free_nbytes)
     shares = _share(cpus, len(roles)) if config.workers.pin_cpus else [[] for _ in roles]
     counts = dict.fromkeys(Role, 0)
@@ -76,6 +76,8 @@ def plan(
                 model=str(files.path) if files.kind != "null" else "null",
                 device=device,
                 dtype=dtype,
+                quantize=config.model.quantize,
+                activations=config.model.activations,
                 block_size=config.kv.block_size,
                 kv_nbytes=kv_nbytes,
                 max_model_len=max_model_len,

@@ -28,6 +28,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     dtype: str  # a key of ITEMSIZE
     model: str
+    arithmetic: str = ""  # what is rounded on the way: tokens of one request must not see two kinds
     order: str = "block,layer,kv,head,slot,dim"
 
     @property

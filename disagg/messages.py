@@ -24,7 +24,7 @@ from disagg.errors import ProtocolError
 from disagg.kv import KVLayout
 from disagg.request import SamplingParams
 
-VERSION = 5
+VERSION = 6
 """Raise it when any struct below changes its fields or their meaning."""
 
 
@@ -57,6 +57,8 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag=True):
     has_far_peers: bool = False  # it hands over to, or from, workers that are reached by address
     handoff: HandoffConfig = HandoffConfig()
     has_grammars: bool = False  # requests may come with one (SamplingParams.grammar)
+    quantize: str = "none"
+    activations: str = "int8"
 
 
 class Connect(msgspec.Struct, frozen=True, array_like=True, tag=True):

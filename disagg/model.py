@@ -195,7 +195,9 @@ def read_model_spec(files: ModelFiles) -> ModelSpec:
     return msgspec.structs.replace(spec, fingerprint=_fingerprint(spec, weights))
 
 
-def kv_layout(spec: ModelSpec, dtype: str, block_size: int) -> KVLayout:
+def kv_layout(
+    spec: ModelSpec, dtype: str, block_size: int, quantize: str = "none", activations: str = "int8"
+) -> KVLayout:
     """The layout of the model's KV cache. The null model's is bytes, whatever ``dtype`` says."""
     return KVLayout(
         num_layers=spec.num_layers,
@@ -204,6 +206,7 @@ def kv_layout(spec: ModelSpec, dtype: str, block_size: int) -> KVLayout:
         head_dim=spec.head_dim,
         dtype=_NULL_LAYOUT_DTYPE if spec.architecture == "null" else dtype,
         model=spec.fingerprint,
+        arithmetic=f"weights {quantize}, activations {activations}",
     )
 
 

@@ -74,6 +74,8 @@ def _serve(connection: Connection, settings: Configure) -> None:
     engine = load_engine(
         files,
         dtype=settings.dtype,
+        quantize=settings.quantize,
+        activations=settings.activations,
         block_size=settings.block_size,
         vocab_size=settings.vocab_size,
         device=settings.device,

@@ -7,7 +7,7 @@ same bits whatever else is in the step: a row's output does not depend on the ot
 from __future__ import annotations
 
 import ctypes
-import platform
+import re
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
@@ -23,6 +23,9 @@ MOST_DIM = 256
 """Of a head. With ``MOST_GROUP``, the number of heads that share a KV head, the bounds of the kernels' scratch memory."""
 
 MOST_GROUP = 96
+
+ORDER = "block,layer,kv,head; keys dim,slot; values slot,dim"
+"""How the kernels lay out the KV pool: the keys of a block are ready to be multiplied with."""
 
 TYPES = {
     **{"F32": 0, "F16": 1, "BF16": 30},
@@ -44,6 +47,7 @@ class _Model(Structure):
         ("epsilon", c_float),
         ("layers", POINTER(_Layer)),
         *((name, c_void_p) for name in ("embedding", "head", "norm", "turns")),
+        ("in_bytes", c_int),
     ]
 
 
@@ -58,7 +62,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "matrix_free": (None, [c_void_p]),
     "matrix_bytes": (c_int64, [c_void_p]),
     "matrix_row": (None, [c_void_p, c_int, c_void_p]),
-    "product": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_int]),
+    "product": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_int, c_int]),
     "scratch_new": (c_void_p, []),
     "scratch_free": (None, [c_void_p]),
     "forward": (None, [
@@ -68,12 +72,19 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }  # fmt: skip
 
 
+_VARIANTS = {
+    "avx512": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"},
+    "avx2": {"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"},
+    "neon": {"asimd", "asimddp"},
+}
+"""Best first, with what the compiler was allowed to use (setup.py), under the kernel's names."""
+
+
 def variants() -> list[str]:
     """What this CPU can run of what may have been built, best first."""
-    if platform.machine() in ("aarch64", "arm64"):
-        return ["neon"]
-    known = {"AVX512": ["avx512", "avx2"], "AVX2": ["avx2"]}
-    return known.get(torch.backends.cpu.get_cpu_capability(), [])
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    has = set(found[1].split()) if found else set()
+    return [name for name, needs in _VARIANTS.items() if needs <= has]
 
 
 @cache
@@ -134,13 +145,22 @@ class Matrix:
         return out
 
     def product(
-        self, x: Tensor, *, up: Matrix | None = None, bias: Tensor | None = None, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        up: Matrix | None = None,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        in_bytes: bool = False,
     ) -> Tensor:
-        """``x Wᵀ + bias``, or ``silu(x Wᵀ) (x Uᵀ)``, and ``+ residual``; float32 [tokens, rows] of a contiguous ``x``."""
+        """``x Wᵀ + bias``, or ``silu(x Wᵀ) (x Uᵀ)``, and ``+ residual``; float32 [tokens, rows] of a contiguous ``x``.
+
+        ``in_bytes``: x is rounded to bytes with a scale for each 32 values, where the weights are quantised.
+        """
         y = torch.empty(len(x), self.shape[0]) if residual is None else residual.clone()
         self._crew.lib.disagg_product(
             self._crew.handle, self.handle, up and up.handle, None if bias is None else bias.data_ptr(), x.data_ptr(), len(x),
-            y.data_ptr(), residual is not None,
+            y.data_ptr(), residual is not None, in_bytes,
         )  # fmt: skip
         return y
 
@@ -180,8 +200,12 @@ class Decoder:
         num_kv_heads: int,
         head_dim: int,
         epsilon: float,
+        in_bytes: bool,
     ) -> None:
-        """``turns``: complex64 [positions, head_dim / 2]. Neighbouring dimensions of q and k are turned together."""
+        """``turns``: complex64 [positions, head_dim / 2]. Neighbouring dimensions of q and k are turned together.
+
+        ``in_bytes``: rows meet quantised weights as bytes, see ``Matrix.product``.
+        """
         self._crew = crew
         self._keep = (layers, embedding, head, norm, turns)
         table = (_Layer * len(layers))(
@@ -190,7 +214,7 @@ class Decoder:
         self._model = _Model(
             num_layers=len(layers), hidden=embedding.shape[1], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
             intermediate=layers[0].gate.shape[0], vocab=head.shape[0], epsilon=epsilon, layers=table, embedding=embedding.handle,
-            head=head.handle, norm=norm.data_ptr(), turns=turns.data_ptr(),
+            head=head.handle, norm=norm.data_ptr(), turns=turns.data_ptr(), in_bytes=in_bytes,
         )  # fmt: skip
         self._scratch = crew.lib.disagg_scratch_new()
 
@@ -200,7 +224,7 @@ class Decoder:
     def forward(self, works: Sequence[Work], tokens: Sequence[int], pool: Tensor) -> Tensor:
         """The last layer's output, float32 [tokens, hidden], of ``tokens``, the works' one after another; writes their KV.
 
-        ``pool``: float32 [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+        ``pool``: float32 [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim] in size; the order is ``ORDER``.
         """
         row, table = 0, (_Span * len(works))()
         for entry, work in zip(table, works):

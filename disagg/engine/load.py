@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import structlog
 import torch
+from disagg.kernels.native import ORDER
 
 from disagg.engine.base import Engine, Progress
 from disagg.engine.llama import Llama, tensor_shapes
@@ -29,16 +31,19 @@ def load_engine(
     vocab_size: int,
     device: str,
     progress: Progress,
+    quantize: str = "none",
+    activations: str = "int8",
     compiler: Matchers | None = None,
 ) -> Engine:
     """Read the model and build its engine.
 
-    ``dtype``: float32 or bfloat16. ``vocab_size``: the tokenizer's; ids at and above it are never sampled. ``compiler``: for
+    ``dtype``: float32 or bfloat16. ``quantize``: none, or int8 for weights that are stored as floats. ``activations``: int8 or
+    float32, what quantised weights are multiplied with; torch alone always computes as for float32. ``vocab_size``: the tokenizer's; ids at and above it are never sampled. ``compiler``: for
     requests with a grammar; None = there will be none. Raises ConfigError, or UnsupportedModelError for weights that do not
     fit the model's description.
     """
     spec = read_model_spec(files)
-    layout = kv_layout(spec, dtype, block_size)
+    layout = kv_layout(spec, dtype, block_size, quantize, activations)
     if files.kind == "null":
         return NullEngine(layout, compiler)
     if device != "cpu":
@@ -50,7 +55,11 @@ def load_engine(
     def build(weights: GgufWeights | SafetensorsWeights) -> Model:
         if dtype == "float32" and (crew := native_crew(spec, torch.get_num_threads())) is not None:
             torch.set_num_threads(1)  # its threads wait by spinning, on the cores of the crew; sampling alone is little work
-            return NativeLlama(spec, weights, crew, progress)
+            return NativeLlama(
+                spec, weights, crew, quantize=quantize == "int8", in_bytes=activations == "int8", progress=progress
+            )
+        if quantize != "none":
+            raise ConfigError(f"model.quantize = {quantize} needs model.dtype = float32 and the compiled kernels")
         if dtype == "float32":
             log.warning("computing with torch alone: the compiled kernels were not built here, or do not fit this model")
         return Llama(spec, weights, dtype=_DTYPES[dtype], device=torch.device(device), progress=progress)
@@ -60,4 +69,6 @@ def load_engine(
     else:
         with SafetensorsWeights(files, expected) as weights:
             model = build(weights)
+    if isinstance(model, NativeLlama):
+        layout = msgspec.structs.replace(layout, order=ORDER)
     return TorchEngine(model, layout, vocab_size=vocab_size, compiler=compiler)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import gguf
 import torch
+from gguf import quants
 from torch import Tensor
 
 from disagg.engine.base import Progress
@@ -14,6 +16,10 @@ from disagg.kernels.native import MOST_DIM, MOST_GROUP, TYPES, Crew, Decoder, La
 from disagg.kernels.paged import Work
 from disagg.kernels.rope import rope_table
 from disagg.model import ModelSpec
+
+
+_FLOATS = ("F32", "F16", "BF16")
+_Q8_0_GROUP = 32
 
 
 class Stored(NamedTuple):
@@ -40,9 +46,13 @@ class NativeLlama:
     dtype = torch.float32
     device = torch.device("cpu")
 
-    def __init__(self, spec: ModelSpec, weights: StoredWeights, crew: Crew, progress: Progress) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: StoredWeights, crew: Crew, *, quantize: bool, in_bytes: bool, progress: Progress
+    ) -> None:
+        """``quantize``: matrices that are stored as floats become Q8_0. ``in_bytes``: activations are rounded to bytes where
+        they meet quantised weights."""
         self.spec = spec
-        reader = _Reader(spec, weights, crew)
+        reader = _Reader(spec, weights, crew, quantize)
         embedding = reader.matrix("model.embed_tokens.weight")
         layers = []
         for index in range(spec.num_layers):
@@ -60,6 +70,7 @@ class NativeLlama:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             epsilon=spec.rms_norm_eps,
+            in_bytes=in_bytes,
         )
         progress(1.0, "loaded")
 
@@ -78,8 +89,9 @@ class NativeLlama:
 class _Reader:
     """Reads a checkpoint's tensors into what the kernels take. Rows of q and k come out with pairs as neighbours."""
 
-    def __init__(self, spec: ModelSpec, weights: StoredWeights, crew: Crew) -> None:
+    def __init__(self, spec: ModelSpec, weights: StoredWeights, crew: Crew, quantize: bool) -> None:
         self._spec, self._weights, self._crew, self._shapes = spec, weights, crew, tensor_shapes(spec)
+        self._quantize = quantize
         self._order: dict[str, Tensor] = {} if weights.pairs_neighbours else _neighbours_first(spec)
 
     def layer(self, prefix: str) -> Layer:
@@ -118,6 +130,8 @@ class _Reader:
     def matrix(self, name: str, order: Tensor | None = None) -> Matrix:
         rows, cols = self._shapes[name]
         stored = self._weights.stored(name, (rows, cols))
+        if self._quantize and stored.kind in _FLOATS and cols % _Q8_0_GROUP == 0:
+            stored = _quantised(self._weights.read(name, (rows, cols)))
         return Matrix(self._crew, TYPES[stored.kind], stored.address, (rows, cols), order)
 
     def _turned(self, name: str, vector: Tensor, size: int | None = None) -> Tensor:
@@ -130,6 +144,12 @@ def native_crew(spec: ModelSpec, num_threads: int) -> Crew | None:
     lib = best_library()
     fits = spec.head_dim <= MOST_DIM and spec.num_heads // spec.num_kv_heads <= MOST_GROUP
     return Crew(lib, num_threads) if lib is not None and fits else None
+
+
+def _quantised(values: Tensor) -> Stored:
+    """float [rows, cols] as Q8_0: for each 32 of a row a 16-bit float, the largest over 127, and 32 signed bytes."""
+    blocks = quants.quantize(values.to(torch.float32).numpy(), gguf.GGMLQuantizationType.Q8_0)
+    return Stored("Q8_0", blocks.ctypes.data, blocks)
 
 
 def _neighbours_first(spec: ModelSpec) -> dict[str, Tensor]:

@@ -1,7 +1,9 @@
-// Causal attention over the paged pool [blocks][layers][2][kv heads][slots][head_dim], read where it lies.
+// Causal attention over the paged pool [blocks][layers][2][kv heads], read where it lies: a block's keys are [head_dim][slots],
+// so that those of 16 tokens are a panel of a matrix product, and its values [slots][head_dim].
 //
-// The keys of a sequence are taken in tiles of KEYS from its first on, with a running maximum and sum, for one token as for a
-// whole chunk: masked keys add exact zeros, so a query's result does not depend on which queries it was computed with.
+// The keys of a sequence are taken in tiles of KEYS from its first on, with a running maximum and sum; every SEGMENT keys begin
+// anew and are merged with those before. That holds for one token, whose segments are shared among the threads, as for a whole
+// chunk, and masked keys add exact zeros: a query's result does not depend on which queries it was computed with, or by whom.
 #pragma once
 
 #include <limits>
@@ -9,14 +11,17 @@
 #include "product.h"
 
 constexpr int KEYS = 64;         // of a tile
-constexpr int QUERY_ROWS = 96;   // queries × heads that share the key head, of one unit
+constexpr int SEGMENT = 512;     // keys, a multiple of KEYS
+constexpr int QUERY_ROWS = 48;   // queries × heads that share the key head, of one unit
 constexpr int MOST_DIM = 256;    // of a head
+constexpr int MOST_GROUP = 96;   // heads that share a key head
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 struct Pool {
     float* data;
     int num_layers, num_kv_heads, block_size, head_dim;
 
-    // The first slot of a block's keys (what = 0) or values (1).
+    // A block's keys (what = 0) or values (1).
     float* at(int block, int layer, int what, int kv_head) const {
         const int64_t piece = ((int64_t(block) * num_layers + layer) * 2 + what) * num_kv_heads + kv_head;
         return data + piece * block_size * head_dim;
@@ -29,124 +34,162 @@ struct Span {
     int32_t start, num_tokens, row;
 };
 
-// Queries of one span and one key head, as many as make QUERY_ROWS rows.
+// Queries of one span and one key head, over all keys that they see or over one segment of them.
 struct AttentionUnit {
     int32_t span, first, num_tokens, kv_head;
+    int32_t segment;   // -1: all
+    int64_t partial;   // where its results begin in the scratch memory, if it is one segment
 };
-
-typedef float v4 __attribute__((vector_size(16)));
-
-// to[d][0..3] = from[0..3][d] for dim values of d; to's rows are PANEL floats apart. Four at a time: one by one takes longer than the scores.
-inline void transpose4(const float* const (&from)[4], float* to, int dim) {
-    int d = 0;
-    for (; d + 4 <= dim; d += 4) {
-        const v4 a = load<v4>(from[0] + d), b = load<v4>(from[1] + d), c = load<v4>(from[2] + d), e = load<v4>(from[3] + d);
-        const v4 ab0 = __builtin_shufflevector(a, b, 0, 4, 1, 5), ab2 = __builtin_shufflevector(a, b, 2, 6, 3, 7);
-        const v4 ce0 = __builtin_shufflevector(c, e, 0, 4, 1, 5), ce2 = __builtin_shufflevector(c, e, 2, 6, 3, 7);
-        const v4 rows[4] = {__builtin_shufflevector(ab0, ce0, 0, 1, 4, 5), __builtin_shufflevector(ab0, ce0, 2, 3, 6, 7),
-                            __builtin_shufflevector(ab2, ce2, 0, 1, 4, 5), __builtin_shufflevector(ab2, ce2, 2, 3, 6, 7)};
-        for (int i = 0; i < 4; ++i) std::memcpy(to + (d + i) * PANEL, &rows[i], 16);
-    }
-    for (; d < dim; ++d)
-        for (int i = 0; i < 4; ++i) to[d * PANEL + i] = from[i][d];
-}
 
 inline int queries_of_unit(int group) { return std::max(1, QUERY_ROWS / group); }
 
-// q, out: [row][num_heads][head_dim], rows q_stride and out_stride floats apart; q is scaled already.
-inline void attend(const Pool& pool, int layer, const Span& span, const AttentionUnit& unit, int group, const float* q,
-                   int64_t q_stride, float* out, int64_t out_stride) {
-    constexpr int MOST_ROWS_HERE = QUERY_ROWS + 64;  // a group may be larger than QUERY_ROWS
-    alignas(64) static thread_local float keys[KEYS / PANEL][MOST_DIM * PANEL], values[MOST_DIM / PANEL][KEYS * PANEL];
-    alignas(64) static thread_local float queries[MOST_ROWS_HERE * MOST_DIM], scores[KEYS / PANEL][MOST_ROWS_HERE * PANEL];
-    alignas(64) static thread_local float weights[MOST_ROWS_HERE * KEYS], sums[MOST_DIM / PANEL][MOST_ROWS_HERE * PANEL];
-    static thread_local float most[MOST_ROWS_HERE], total[MOST_ROWS_HERE];
-    const int dim = pool.head_dim, dim_panels = (dim + PANEL - 1) / PANEL, rows = unit.num_tokens * group;
-    for (int row = 0; row < rows; ++row) {
-        const int64_t token = span.row + unit.first + row / group;
-        std::memcpy(queries + row * dim, q + token * q_stride + (unit.kv_head * group + row % group) * dim, sizeof(float) * dim);
-        most[row] = -std::numeric_limits<float>::infinity();
-        total[row] = 0;
-    }
-    for (int panel = 0; panel < dim_panels; ++panel) std::memset(sums[panel], 0, sizeof(float) * rows * PANEL);
+// What attention knows of one query so far: the largest score, the sum of the weights relative to it, and of the values.
+inline void merge(float* so_far, const float* more, int dim) {
+    const float most = std::max(so_far[0], more[0]);
+    const vf mine = exp(all(so_far[0] - most)), theirs = exp(all(more[0] - most));
+    so_far[0] = most;
+    so_far[1] = so_far[1] * mine[0] + more[1] * theirs[0];
+    for (int d = 2; d < dim + 2; ++d) so_far[d] = so_far[d] * mine[0] + more[d] * theirs[0];
+}
 
-    const int first_position = span.start + unit.first, end = first_position + unit.num_tokens;
-    const int64_t to_value = int64_t(pool.num_kv_heads) * pool.block_size * dim;  // from a key to its value
-    const float *some[KEYS], *others[KEYS], **keys_at = some, **next_at = others;
-    int block = 0, slot = 0;  // of the next position
-    const float* last = nullptr;
-    const auto find = [&](int from, const float** to) {  // the keys of a tile; beyond the end, the last one again
-        for (int key = 0; key < KEYS; ++key) {
-            if (from + key < end) {
-                last = pool.at(span.blocks[block], layer, 0, unit.kv_head) + int64_t(slot) * dim;
-                if (++slot == pool.block_size) ++block, slot = 0;
-            }
-            to[key] = last;
+// The rows of one unit: scores, weights and sums while its keys pass by.
+class Attention {
+  public:
+    // q: [row][num_heads][head_dim], rows q_stride floats apart, scaled already.
+    void start(const Pool& pool, int layer, const Span& span, const AttentionUnit& unit, int group, const float* q, int64_t q_stride) {
+        pool_ = &pool, layer_ = layer, span_ = &span, kv_head_ = unit.kv_head, group_ = group;
+        dim_ = pool.head_dim, dim_panels_ = (dim_ + PANEL - 1) / PANEL, rows_ = unit.num_tokens * group;
+        first_ = span.start + unit.first, end_ = first_ + unit.num_tokens;
+        for (int row = 0; row < rows_; ++row) {
+            const int64_t token = span.row + unit.first + row / group;
+            std::memcpy(queries_ + row * dim_, q + token * q_stride + (kv_head_ * group + row % group) * dim_, sizeof(float) * dim_);
         }
-    };
-    for (int start = 0; start < end; start += KEYS) {
-        const int count = std::min(KEYS, end - start), key_panels = (count + PANEL - 1) / PANEL;
-        if (start == 0) find(0, keys_at);
-        find(start + KEYS, next_at);
-        for (int key = 0; key < count; key += 4) {
-            const float* from[4];
-            for (int i = 0; i < 4; ++i) {  // beyond the last key its own again: what comes of it is masked
-                from[i] = keys_at[std::min(key + i, count - 1)];
-                const float *value = from[i] + to_value, *next = next_at[key + i];
-                for (int panel = 0; panel < dim_panels; ++panel) {
-                    float* to = values[panel] + (key + i) * PANEL;
-                    const int width = std::min(PANEL, dim - panel * PANEL);
-                    if (width == PANEL) {
-                        std::memcpy(to, value + panel * PANEL, sizeof(float) * PANEL);
-                    } else {
-                        std::memset(to, 0, sizeof(float) * PANEL);
-                        std::memcpy(to, value + panel * PANEL, sizeof(float) * width);
-                    }
-                    __builtin_prefetch(next + panel * PANEL);
-                    __builtin_prefetch(next + to_value + panel * PANEL);
-                }
-            }
-            transpose4(from, keys[key / PANEL] + key % PANEL, dim);
-        }
-        std::swap(keys_at, next_at);
-        for (int panel = 0; panel < key_panels; ++panel) std::memset(scores[panel], 0, sizeof(float) * rows * PANEL);
-        multiply(rows, key_panels, scores[0], scores[1] - scores[0], queries, dim, keys[0], keys[1] - keys[0], dim);
-        for (int row = 0; row < rows; ++row) {
-            const int visible = std::min(count, first_position + row / group + 1 - start);
-            if (visible <= 0) {
-                std::memset(weights + row * KEYS, 0, sizeof(float) * count);
-                continue;
-            }
-            float* score = weights + row * KEYS;
-            for (int key = 0; key < KEYS; key += PANEL)
-                if (key < count) std::memcpy(score + key, scores[key / PANEL] + row * PANEL, sizeof(float) * PANEL);
-            for (int key = visible; key < KEYS; ++key) score[key] = -std::numeric_limits<float>::infinity();
-            vf highest = all(most[row]);
-            for (int key = 0; key < KEYS; key += LANES) highest = larger(load(score + key), highest);
-            const float now = greatest(highest);
-            vf added{};
-            for (int key = 0; key < KEYS; key += LANES) {
-                const vf weight = exp(load(score + key) - all(now));
-                store(score + key, weight);
-                added += weight;
-            }
-            if (most[row] != now) {
-                const vf factor = exp(all(most[row] - now));
-                total[row] *= factor[0];
-                for (int panel = 0; panel < dim_panels; ++panel)
-                    for (int v = 0; v < PANEL; v += LANES) {
-                        float* at = sums[panel] + row * PANEL + v;
-                        store(at, load(at) * factor);
-                    }
-                most[row] = now;
-            }
-            total[row] += sum(added);
-        }
-        multiply(rows, dim_panels, sums[0], sums[1] - sums[0], weights, KEYS, values[0], values[1] - values[0], count);
     }
-    for (int row = 0; row < rows; ++row) {
+
+    int num_keys() const { return end_; }
+    int num_rows() const { return rows_; }
+
+    // One segment alone: [row][2 + head_dim], as merge() takes them.
+    void segment(int index, float* to) {
+        for (int row = 0; row < rows_; ++row) most_[row] = NOTHING, total_[row] = 0;
+        for (int panel = 0; panel < dim_panels_; ++panel) std::memset(sums_[panel], 0, sizeof(float) * rows_ * PANEL);
+        const int to_key = std::min(end_, (index + 1) * SEGMENT);
+        for (int key = index * SEGMENT; key < to_key; key += KEYS) tile(key, std::min(KEYS, to_key - key));
+        for (int row = 0; row < rows_; ++row, to += 2 + dim_) {
+            to[0] = most_[row];
+            to[1] = total_[row];
+            for (int panel = 0; panel < dim_panels_; ++panel)
+                std::memcpy(to + 2 + panel * PANEL, sums_[panel] + row * PANEL, sizeof(float) * std::min(PANEL, dim_ - panel * PANEL));
+        }
+    }
+
+  private:
+    static constexpr int MOST_ROWS_HERE = std::max(QUERY_ROWS, MOST_GROUP);
+
+    void tile(int start, int count) {
+        const int key_panels = (count + PANEL - 1) / PANEL;
+        const float *keys[KEYS / PANEL], *values[KEYS / PANEL * (MOST_DIM / PANEL)];
+        int64_t key_stride = pool_->block_size, value_stride = dim_;
+        const bool in_place = pool_->block_size % PANEL == 0 && dim_ % PANEL == 0;
+        if (!in_place) gather(start, count), key_stride = PANEL, value_stride = dim_panels_ * PANEL;
+        for (int panel = 0; panel < key_panels; ++panel) {
+            const float* value = values_copy_ + panel * PANEL * value_stride;
+            keys[panel] = in_place ? key_at(start + panel * PANEL, &value) : keys_copy_ + panel * PANEL * dim_;
+            for (int d = 0; d < dim_panels_; ++d) values[panel * dim_panels_ + d] = value + d * PANEL;
+            if (rows_ <= ROWS && start + KEYS + panel * PANEL < end_) prefetch(start + KEYS + panel * PANEL);
+        }
+        for (int panel = 0; panel < key_panels; ++panel) std::memset(scores_[panel], 0, sizeof(float) * rows_ * PANEL);
+        multiply(rows_, scores_[0], scores_[1] - scores_[0], queries_, dim_, {keys, key_panels, dim_, key_stride}, dim_);
+        for (int row = 0; row < rows_; ++row) weigh(row, std::min(count, first_ + row / group_ + 1 - start), count);
+        multiply(rows_, sums_[0], sums_[1] - sums_[0], weights_, KEYS, {values, dim_panels_, PANEL, value_stride}, count);
+    }
+
+    // Turns a row's scores into weights, those of keys from ``visible`` on into zeros, and what there is of it into its new terms.
+    void weigh(int row, int visible, int count) {
+        float* score = weights_ + row * KEYS;
+        if (visible <= 0) {
+            std::memset(score, 0, sizeof(float) * count);
+            return;
+        }
+        for (int key = 0; key < visible; key += PANEL) std::memcpy(score + key, scores_[key / PANEL] + row * PANEL, sizeof(float) * PANEL);
+        for (int key = visible; key < KEYS; ++key) score[key] = NOTHING;
+        vf highest = all(most_[row]);
+        for (int key = 0; key < KEYS; key += LANES) highest = larger(load(score + key), highest);
+        const float now = greatest(highest);
+        vf added{};
+        for (int key = 0; key < KEYS; key += LANES) {
+            const vf weight = exp(load(score + key) - all(now));
+            store(score + key, weight);
+            added += weight;
+        }
+        if (most_[row] != now) {
+            const vf factor = exp(all(most_[row] - now));
+            total_[row] *= factor[0];
+            for (int panel = 0; panel < dim_panels_; ++panel)
+                for (int v = 0; v < PANEL; v += LANES) {
+                    float* at = sums_[panel] + row * PANEL + v;
+                    store(at, load(at) * factor);
+                }
+            most_[row] = now;
+        }
+        total_[row] += sum(added);
+    }
+
+    const float* key_at(int position, const float** value) const {
+        const int block = span_->blocks[position / pool_->block_size], slot = position % pool_->block_size;
+        *value = pool_->at(block, layer_, 1, kv_head_) + int64_t(slot) * dim_;
+        return pool_->at(block, layer_, 0, kv_head_) + slot;
+    }
+
+    // One panel's keys and values: a block's lie somewhere, and the hardware sees no pattern.
+    void prefetch(int position) const {
+        const float *value, *key = key_at(position, &value);
+        for (int d = 0; d < dim_; ++d) __builtin_prefetch(key + int64_t(d) * pool_->block_size);
+        for (int at = 0; at < PANEL * dim_; at += 16) __builtin_prefetch(value + at);
+    }
+
+    // Copies where blocks or heads do not fit panels.
+    void gather(int start, int count) {
+        const int width = dim_panels_ * PANEL;
+        for (int key = 0; key < count; ++key) {
+            const float *value, *from = key_at(start + key, &value);
+            float* to = keys_copy_ + key / PANEL * PANEL * dim_ + key % PANEL;
+            for (int d = 0; d < dim_; ++d) to[d * PANEL] = from[int64_t(d) * pool_->block_size];
+            std::memcpy(values_copy_ + key * width, value, sizeof(float) * dim_);
+        }
+    }
+
+    const Pool* pool_;
+    const Span* span_;
+    int layer_, kv_head_, group_, dim_, dim_panels_, rows_, first_, end_;
+    alignas(64) float queries_[MOST_ROWS_HERE * MOST_DIM];
+    alignas(64) float scores_[KEYS / PANEL][MOST_ROWS_HERE * PANEL], weights_[MOST_ROWS_HERE * KEYS];
+    alignas(64) float sums_[MOST_DIM / PANEL][MOST_ROWS_HERE * PANEL];
+    alignas(64) float keys_copy_[KEYS * MOST_DIM], values_copy_[KEYS * MOST_DIM];
+    float most_[MOST_ROWS_HERE], total_[MOST_ROWS_HERE];
+};
+
+inline void write_attended(float* to, const float* state, int dim) {
+    for (int d = 0; d < dim; ++d) to[d] = state[2 + d] / state[1];
+}
+
+// out: [row][num_heads][head_dim], rows out_stride floats apart. partials: of units that are one segment.
+inline void attend(const Pool& pool, int layer, const Span& span, const AttentionUnit& unit, int group, const float* q,
+                   int64_t q_stride, float* out, int64_t out_stride, float* partials) {
+    static thread_local Attention attention;
+    static thread_local std::vector<float> states, more;
+    attention.start(pool, layer, span, unit, group, q, q_stride);
+    if (unit.segment >= 0) return attention.segment(unit.segment, partials + unit.partial);
+    const int dim = pool.head_dim, size = 2 + dim;
+    states.resize(size_t(attention.num_rows()) * size);
+    more.resize(states.size());
+    attention.segment(0, states.data());
+    for (int index = 1; index * SEGMENT < attention.num_keys(); ++index) {
+        attention.segment(index, more.data());
+        for (int row = 0; row < attention.num_rows(); ++row) merge(states.data() + row * size, more.data() + row * size, dim);
+    }
+    for (int row = 0; row < attention.num_rows(); ++row) {
         const int64_t token = span.row + unit.first + row / group;
-        float* to = out + token * out_stride + (unit.kv_head * group + row % group) * dim;
-        for (int d = 0; d < dim; ++d) to[d] = sums[d / PANEL][row * PANEL + d % PANEL] / total[row];
+        write_attended(out + token * out_stride + (unit.kv_head * group + row % group) * dim, states.data() + row * size, dim);
     }
 }

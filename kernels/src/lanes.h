@@ -10,6 +10,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -76,17 +78,6 @@ inline vf load_halves(const uint16_t* from) {
 #endif
 }
 
-// The compiler widens eight bytes through memory, so it is told how.
-inline vf load_bytes(const int8_t* from) {
-#if defined(__AVX512F__)
-    return to_float((vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
-#elif defined(__AVX2__)
-    return to_float((vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
-#else
-    return to_float(__builtin_convertvector(load<vb>(from), vi));
-#endif
-}
-
 inline vf load_bfloats(const uint16_t* from) {
 #if defined(__AVX512F__)
     return (vf)((vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)) << 16);
@@ -97,16 +88,32 @@ inline vf load_bfloats(const uint16_t* from) {
 #endif
 }
 
-inline float sum(vf value) {
+// One number out of all lanes, by halves.
+template <class Combine>
+inline float across(vf value, const Combine& combine) {
+#if defined(__AVX512F__)
+    const __m512 whole = (__m512)value;
+    const __m256 half = combine(_mm512_castps512_ps256(whole), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(whole), 1)));
+#elif defined(__AVX2__)
+    const __m256 half = (__m256)value;
+#endif
+#if defined(__AVX2__)
+    __m128 quarter = combine(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    quarter = combine(quarter, _mm_movehl_ps(quarter, quarter));
+    return combine(quarter, _mm_movehdup_ps(quarter))[0];
+#else
     for (int width = LANES / 2; width > 0; width /= 2)
-        for (int lane = 0; lane < width; ++lane) value[lane] += value[lane + width];
+        for (int lane = 0; lane < width; ++lane) value[lane] = combine(value[lane], value[lane + width]);
     return value[0];
+#endif
+}
+
+inline float sum(vf value) {
+    return across(value, [](auto a, auto b) { return a + b; });
 }
 
 inline float greatest(vf value) {
-    float most = value[0];
-    for (int lane = 1; lane < LANES; ++lane) most = value[lane] > most ? value[lane] : most;
-    return most;
+    return across(value, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 inline vf larger(vf a, vf b) { return a > b ? a : b; }

@@ -17,6 +17,7 @@ struct Model {
     const Matrix *embedding, *head;
     const float* norm;    // [hidden]
     const float* turns;   // [positions][head_dim / 2][2]: cos and sin
+    int in_bytes;         // whether rows meet quantised weights as bytes
 };
 
 inline void rms_norm(const float* x, const float* weight, float* y, int size, float epsilon) {
@@ -52,8 +53,10 @@ inline void read_row(const Matrix& matrix, int row, float* to) {
 
 // Memory of one step, kept from step to step.
 struct Scratch {
-    std::vector<float> normed, qkv, attended, inner;
+    std::vector<float> normed, qkv, attended, inner, partials;
+    std::vector<int32_t> span_of;  // each token's
     std::vector<AttentionUnit> units;
+    Rows8 rows8;  // of what is multiplied next
 };
 
 constexpr int TOKENS = 8;  // of one unit of the small work between the products
@@ -76,10 +79,50 @@ inline void place(const Model& model, const Layer& layer, int index, const Pool&
             for (int d = 0; d < dim; ++d) x[d] *= scale;
     }
     const int block = span.blocks[position / pool.block_size], slot = position % pool.block_size;
-    for (int what = 0; what < 2; ++what)
-        for (int head = 0; head < model.num_kv_heads; ++head)
-            std::memcpy(pool.at(block, index, what, head) + slot * dim,
-                        qkv + (model.num_heads + what * model.num_kv_heads + head) * dim, sizeof(float) * dim);
+    for (int head = 0; head < model.num_kv_heads; ++head) {
+        const float *key = qkv + (model.num_heads + head) * dim, *value = key + model.num_kv_heads * dim;
+        float* keys = pool.at(block, index, 0, head) + slot;
+        for (int d = 0; d < dim; ++d) keys[int64_t(d) * pool.block_size] = key[d];
+        std::memcpy(pool.at(block, index, 1, head) + int64_t(slot) * dim, value, sizeof(float) * dim);
+    }
+}
+
+// A single token's keys are shared among the threads, a segment each.
+inline int num_segments(const Span& span) { return span.num_tokens > 1 ? 1 : span.start / SEGMENT + 1; }
+
+// The attention of a step in units of work, the longest first of each sequence.
+inline void plan_attention(const Model& model, Scratch& scratch, const Span* spans, int num_spans) {
+    const int group = model.num_heads / model.num_kv_heads, per_unit = queries_of_unit(group);
+    int64_t partials = 0;
+    scratch.units.clear();
+    for (int index = 0; index < num_spans; ++index) {
+        const Span& span = spans[index];
+        for (int i = 0; i < span.num_tokens; ++i) scratch.span_of[span.row + i] = index;
+        const int segments = num_segments(span);
+        for (int first = (span.num_tokens - 1) / per_unit * per_unit; first >= 0; first -= per_unit)
+            for (int head = 0; head < model.num_kv_heads; ++head)
+                for (int segment = 0; segment < segments; ++segment) {
+                    scratch.units.push_back({index, first, std::min(per_unit, span.num_tokens - first), head, segments > 1 ? segment : -1, partials});
+                    if (segments > 1) partials += int64_t(group) * (2 + model.head_dim);
+                }
+    }
+    scratch.partials.resize(partials);
+}
+
+// Puts together what attend() left in parts.
+inline void merge_segments(const Model& model, Scratch& scratch, const Span* spans, float* attended) {
+    const int dim = model.head_dim, group = model.num_heads / model.num_kv_heads, size = 2 + dim;
+    for (const AttentionUnit& unit : scratch.units) {
+        if (unit.segment < 0) continue;
+        const int last = num_segments(spans[unit.span]) - 1;
+        for (int row = 0; row < group; ++row) {
+            float* part = scratch.partials.data() + unit.partial + row * size;
+            float* first = part - int64_t(unit.segment) * group * size;
+            if (unit.segment > 0) merge(first, part, dim);
+            if (unit.segment == last)
+                write_attended(attended + (int64_t(spans[unit.span].row) * model.num_heads + unit.kv_head * group + row) * dim, first, dim);
+        }
+    }
 }
 
 // One step: fills the KV of all spans and writes the last layer's output to x [num_tokens][hidden].
@@ -91,62 +134,75 @@ inline void forward(const Model& model, Crew& crew, Scratch& scratch, const Pool
     scratch.qkv.resize(int64_t(num_tokens) * qkv_size);
     scratch.attended.resize(int64_t(num_tokens) * q_size);
     scratch.inner.resize(int64_t(num_tokens) * model.intermediate);
-    scratch.units.clear();
-    std::vector<int32_t> span_of(num_tokens);
-    for (int index = num_spans - 1; index >= 0; --index) {
-        const Span& span = spans[index];
-        for (int i = 0; i < span.num_tokens; ++i) span_of[span.row + i] = index;
-        const int per_unit = queries_of_unit(group);
-        for (int first = (span.num_tokens - 1) / per_unit * per_unit; first >= 0; first -= per_unit)  // the longest first
-            for (int head = 0; head < model.num_kv_heads; ++head)
-                scratch.units.push_back({index, first, std::min(per_unit, span.num_tokens - first), head});
-    }
+    scratch.span_of.resize(num_tokens);
+    plan_attention(model, scratch, spans, num_spans);
     float *normed = scratch.normed.data(), *qkv = scratch.qkv.data(), *attended = scratch.attended.data(), *inner = scratch.inner.data();
+    Rows8* rows8 = model.in_bytes ? &scratch.rows8 : nullptr;
+    const auto as_bytes = [&](const float* from, int cols) {
+        if (rows8 == nullptr) return;
+        rows8->resize(num_tokens, cols);
+        each_token(crew, num_tokens, [&](int first, int end) {
+            for (int t = first; t < end; ++t) rows8->set(t, from + int64_t(t) * cols);
+        });
+    };
+    const auto norm = [&](const float* weight) {
+        each_token(crew, num_tokens, [&](int first, int end) {
+            for (int t = first; t < end; ++t)
+                rms_norm(x + int64_t(t) * hidden, weight, normed + int64_t(t) * hidden, hidden, model.epsilon);
+        });
+        as_bytes(normed, hidden);
+    };
+    // A product of ``from`` [num_tokens][from_size], rows of ``to`` to_size apart.
+    const auto product = [&](const Matrix* weights, const float* from, int from_size, float* to, int to_size) {
+        return Product{.weights = weights, .x = from, .x_stride = from_size, .x8 = rows8, .y = to, .y_stride = to_size};
+    };
 
     each_token(crew, num_tokens, [&](int first, int end) {
         for (int t = first; t < end; ++t) read_row(*model.embedding, tokens[t], x + int64_t(t) * hidden);
     });
     for (int index = 0; index < model.num_layers; ++index) {
         const Layer& layer = model.layers[index];
-        const auto norm = [&](const float* weight) {
-            each_token(crew, num_tokens, [&](int first, int end) {
-                for (int t = first; t < end; ++t)
-                    rms_norm(x + int64_t(t) * hidden, weight, normed + int64_t(t) * hidden, hidden, model.epsilon);
-            });
-        };
         norm(layer.attention_norm);
-        const Product products[] = {
-            {.weights = layer.q, .bias = layer.q_bias, .x = normed, .x_stride = hidden, .y = qkv, .y_stride = qkv_size},
-            {.weights = layer.k, .bias = layer.k_bias, .x = normed, .x_stride = hidden, .y = qkv + q_size, .y_stride = qkv_size},
-            {.weights = layer.v, .bias = layer.v_bias, .x = normed, .x_stride = hidden, .y = qkv + q_size + kv_size, .y_stride = qkv_size},
-        };
-        multiply(crew, num_tokens, products, 3);
+        Product q = product(layer.q, normed, hidden, qkv, qkv_size), k = product(layer.k, normed, hidden, qkv + q_size, qkv_size);
+        Product v = product(layer.v, normed, hidden, qkv + q_size + kv_size, qkv_size);
+        q.bias = layer.q_bias, k.bias = layer.k_bias, v.bias = layer.v_bias;
+        multiply(crew, num_tokens, q, k, v);
         each_token(crew, num_tokens, [&](int first, int end) {
             for (int t = first; t < end; ++t) {
-                const Span& span = spans[span_of[t]];
+                const Span& span = spans[scratch.span_of[t]];
                 place(model, layer, index, pool, span, span.start + t - span.row, qkv + int64_t(t) * qkv_size);
             }
         });
         crew.phase(int(scratch.units.size()), [&](int unit) {
             const AttentionUnit& part = scratch.units[unit];
-            attend(pool, index, spans[part.span], part, group, qkv, qkv_size, attended, q_size);
+            attend(pool, index, spans[part.span], part, group, qkv, qkv_size, attended, q_size, scratch.partials.data());
         });
-        const Product output{.weights = layer.output, .x = attended, .x_stride = q_size, .y = x, .y_stride = hidden, .adds = true};
-        multiply(crew, num_tokens, &output, 1);
+        merge_segments(model, scratch, spans, attended);
+        as_bytes(attended, q_size);
+        Product output = product(layer.output, attended, q_size, x, hidden);
+        output.adds = true;
+        multiply(crew, num_tokens, output);
         norm(layer.mlp_norm);
-        const Product gated{.weights = layer.gate, .up = layer.up, .x = normed, .x_stride = hidden, .y = inner, .y_stride = model.intermediate};
-        multiply(crew, num_tokens, &gated, 1);
-        const Product down{.weights = layer.down, .x = inner, .x_stride = model.intermediate, .y = x, .y_stride = hidden, .adds = true};
-        multiply(crew, num_tokens, &down, 1);
+        Product gated = product(layer.gate, normed, hidden, inner, model.intermediate);
+        gated.up = layer.up;
+        multiply(crew, num_tokens, gated);
+        as_bytes(inner, model.intermediate);
+        Product down = product(layer.down, inner, model.intermediate, x, hidden);
+        down.adds = true;
+        multiply(crew, num_tokens, down);
     }
 }
 
 // logits [rows][vocab] of rows of forward's output.
 inline void logits(const Model& model, Crew& crew, Scratch& scratch, const float* x, int num_rows, float* to) {
-    scratch.normed.resize(int64_t(num_rows) * model.hidden);
-    float* normed = scratch.normed.data();
-    for (int row = 0; row < num_rows; ++row)
-        rms_norm(x + int64_t(row) * model.hidden, model.norm, normed + int64_t(row) * model.hidden, model.hidden, model.epsilon);
-    const Product product{.weights = model.head, .x = normed, .x_stride = model.hidden, .y = to, .y_stride = model.vocab};
-    multiply(crew, num_rows, &product, 1);
+    const int hidden = model.hidden;
+    scratch.normed.resize(int64_t(num_rows) * hidden);
+    if (model.in_bytes) scratch.rows8.resize(num_rows, hidden);
+    for (int row = 0; row < num_rows; ++row) {
+        float* normed = scratch.normed.data() + int64_t(row) * hidden;
+        rms_norm(x + int64_t(row) * hidden, model.norm, normed, hidden, model.epsilon);
+        if (model.in_bytes) scratch.rows8.set(row, normed);
+    }
+    multiply(crew, num_rows, Product{.weights = model.head, .x = scratch.normed.data(), .x_stride = hidden,
+                                     .x8 = model.in_bytes ? &scratch.rows8 : nullptr, .y = to, .y_stride = model.vocab});
 }

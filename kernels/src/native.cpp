@@ -18,10 +18,15 @@ int64_t disagg_matrix_bytes(const Matrix* matrix) { return matrix->panel_bytes *
 
 void disagg_matrix_row(const Matrix* matrix, int row, float* to) { read_row(*matrix, row, to); }
 
-// y [num_rows][rows] = x [num_rows][cols] Wᵀ + bias; with up: silu(x Wᵀ) (x Uᵀ); adds: to what is in y.
-void disagg_product(Crew* crew, const Matrix* weights, const Matrix* up, const float* bias, const float* x, int num_rows, float* y, int adds) {
-    const Product product{weights, up, bias, x, weights->cols, y, weights->rows, adds != 0};
-    multiply(*crew, num_rows, &product, 1);
+// y [num_rows][rows] = x [num_rows][cols] Wᵀ + bias; with up: silu(x Wᵀ) (x Uᵀ); adds: to what is in y; in_bytes: see rows8.h.
+void disagg_product(Crew* crew, const Matrix* weights, const Matrix* up, const float* bias, const float* x, int num_rows, float* y,
+                    int adds, int in_bytes) {
+    Rows8 rows;
+    if (in_bytes && weights->is_quantised()) {
+        rows.resize(num_rows, weights->cols);
+        for (int row = 0; row < num_rows; ++row) rows.set(row, x + int64_t(row) * weights->cols);
+    }
+    multiply(*crew, num_rows, Product{weights, up, bias, x, weights->cols, in_bytes ? &rows : nullptr, y, weights->rows, adds != 0});
 }
 
 Scratch* disagg_scratch_new() { return new Scratch; }

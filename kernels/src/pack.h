@@ -145,11 +145,11 @@ inline void pack_row(int type, const uint8_t* row, int cols, uint8_t* panel, int
             if constexpr (F::CODES == Codes::NIBBLES) {
                 for (int word = 0; word < F::GROUP / 8; ++word) {
                     uint32_t bits = 0;
-                    for (int nibble = 0; nibble < 8; ++nibble) bits |= uint32_t(piece.q[word * 8 + nibble]) << (4 * nibble);
+                    for (int k = 0; k < 8; ++k) bits |= uint32_t(piece.q[word * 8 + k]) << (k % 4 * 8 + k / 4 * 4);
                     std::memcpy(codes + (word * PANEL + lane) * 4, &bits, 4);
                 }
             } else {
-                for (int k = 0; k < F::GROUP; ++k) codes[k * PANEL + lane] = uint8_t(piece.q[k]);
+                for (int k = 0; k < F::GROUP; ++k) codes[(k / 4 * PANEL + lane) * 4 + k % 4] = uint8_t(piece.q[k]);
             }
         }
     }

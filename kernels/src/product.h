@@ -1,18 +1,21 @@
 // Matrix products y = x Wᵀ of a step's rows with packed weights.
 //
-// Few rows (decode): the codes are expanded in registers and used at once for every row; what is read of memory bounds the time.
-// Many rows (prefill): a panel's codes are expanded once to the cache and multiplied in tiles of ROWS × PANEL.
+// Rows as bytes (rows8.h), wherever the weights are quantised and the caller has them: in tiles of up to ROWS8 rows and a panel.
+// Rows as floats. Few (decode): the codes are expanded in registers and used at once for every row; what is read of memory bounds
+// the time. Many (prefill): a panel's codes are expanded once to the cache and multiplied in tiles of ROWS × PANEL.
 #pragma once
 
 #include <algorithm>
 
 #include "crew.h"
-#include "weights.h"
+#include "rows8.h"
 
 constexpr int DEPTH = 512;            // k of an expanded panel: 32 KiB
 constexpr int CACHED = 224 * 1024;    // bytes of x that stay in the second-level cache while panels pass
-constexpr int MOST_ROWS = 120;        // of a block of x, a multiple of every ROWS
-constexpr int PANELS = 8;             // of one unit of work with many rows
+constexpr int MOST_ROWS = 240;        // of a block of x, a multiple of every ROWS
+constexpr int PANELS = 8;             // of one unit of work at most
+constexpr int UNITS = 4;              // for each thread at least, where there are so many panels
+constexpr int ROWS8 = LANES == 16 ? 12 : 6;
 
 // What one product writes: y = x Wᵀ + bias, added to what is there, or silu(x Wᵀ) · (x Uᵀ).
 struct Product {
@@ -21,59 +24,62 @@ struct Product {
     const float* bias = nullptr;
     const float* x;
     int64_t x_stride;
+    const Rows8* x8;  // the same rows, or null
     float* y;
     int64_t y_stride;
     bool adds = false;
+
+    bool in_bytes() const { return x8 != nullptr && weights->is_quantised() && (up == nullptr || up->is_quantised()); }
 };
 
-// acc[row][..] += x[row][k] · w[k][..] over depth values of k, for NUM panels whose sums and weights lie these steps apart.
+// Weights as floats in panels: row k of panel p lies at at[k / length * num_panels + p] + k % length * stride.
+struct Panels {
+    const float* const* at;
+    int num_panels, length;
+    int64_t stride;
+};
+
+// acc[p][row][..] += x[row][k] · w[first + p][k][..] over depth values of k, for NUM panels whose sums lie acc_step apart.
 template <int R, int NUM>
-inline void multiply_tile(float* acc, int64_t acc_step, const float* x, int64_t x_stride, const float* w, int64_t w_step, int depth) {
+inline void multiply_tile(float* acc, int64_t acc_step, const float* x, int64_t x_stride, const Panels& w, int first, int depth) {
     vf sums[NUM][R][NV];
     for (int p = 0; p < NUM; ++p)
         for (int r = 0; r < R; ++r)
             for (int v = 0; v < NV; ++v) sums[p][r][v] = load(acc + p * acc_step + r * PANEL + v * LANES);
-    for (int k = 0; k < depth; ++k) {
-        vf row[NUM][NV];
-        for (int p = 0; p < NUM; ++p)
-            for (int v = 0; v < NV; ++v) row[p][v] = load(w + p * w_step + k * PANEL + v * LANES);
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-            const vf value = all(x[r * x_stride + k]);
+    for (const float* const* at = w.at + first; depth > 0; depth -= w.length, x += w.length, at += w.num_panels)
+        for (int k = 0; k < std::min(depth, w.length); ++k) {
+            vf row[NUM][NV];
             for (int p = 0; p < NUM; ++p)
-                for (int v = 0; v < NV; ++v) sums[p][r][v] += value * row[p][v];
+                for (int v = 0; v < NV; ++v) row[p][v] = load(at[p] + k * w.stride + v * LANES);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                const vf value = all(x[r * x_stride + k]);
+                for (int p = 0; p < NUM; ++p)
+                    for (int v = 0; v < NV; ++v) sums[p][r][v] += value * row[p][v];
+            }
         }
-    }
     for (int p = 0; p < NUM; ++p)
         for (int r = 0; r < R; ++r)
             for (int v = 0; v < NV; ++v) store(acc + p * acc_step + r * PANEL + v * LANES, sums[p][r][v]);
 }
 
-// A panel at a time; few rows take two, so as not to wait for their own sums.
-template <int R>
-inline void multiply_panels(int num_panels, float* acc, int64_t acc_step, const float* x, int64_t x_stride, const float* w,
-                            int64_t w_step, int depth) {
-    int panel = 0;
-    if constexpr (2 * R <= ROWS)
-        for (; panel + 2 <= num_panels; panel += 2)
-            multiply_tile<R, 2>(acc + panel * acc_step, acc_step, x, x_stride, w + panel * w_step, w_step, depth);
-    for (; panel < num_panels; ++panel)
-        multiply_tile<R, 1>(acc + panel * acc_step, acc_step, x, x_stride, w + panel * w_step, w_step, depth);
-}
-
-template <int R = ROWS, class... Rest>
-inline void multiply_rows(int num_rows, Rest... rest) {
+// As many panels at once as the registers hold: few rows would wait for their own sums.
+template <int R = ROWS>
+inline void multiply_rows(int num_rows, float* acc, int64_t acc_step, const float* x, int64_t x_stride, const Panels& w, int depth) {
     if constexpr (R > 0) {
-        if (num_rows == R) return multiply_panels<R>(rest...);
-        multiply_rows<R - 1>(num_rows, rest...);
+        if (num_rows != R) return multiply_rows<R - 1>(num_rows, acc, acc_step, x, x_stride, w, depth);
+        constexpr int NUM = 4 * R <= ROWS ? 4 : 2 * R <= ROWS ? 2 : 1;
+        int panel = 0;
+        for (; panel + NUM <= w.num_panels; panel += NUM)
+            multiply_tile<R, NUM>(acc + panel * acc_step, acc_step, x, x_stride, w, panel, depth);
+        for (; panel < w.num_panels; ++panel) multiply_tile<R, 1>(acc + panel * acc_step, acc_step, x, x_stride, w, panel, depth);
     }
 }
 
-// acc[panel][num_rows][PANEL] += x · w[panel], for any number of rows and panels; acc and w are steps apart from panel to panel.
-inline void multiply(int num_rows, int num_panels, float* acc, int64_t acc_step, const float* x, int64_t x_stride, const float* w,
-                     int64_t w_step, int depth) {
+// acc[panel][num_rows][PANEL] += x · w, for any number of rows; acc is acc_step apart from panel to panel.
+inline void multiply(int num_rows, float* acc, int64_t acc_step, const float* x, int64_t x_stride, const Panels& w, int depth) {
     for (int row = 0; row < num_rows; row += ROWS)
-        multiply_rows(std::min(ROWS, num_rows - row), num_panels, acc + row * PANEL, acc_step, x + row * x_stride, x_stride, w, w_step, depth);
+        multiply_rows(std::min(ROWS, num_rows - row), acc + row * PANEL, acc_step, x + row * x_stride, x_stride, w, depth);
 }
 
 inline void write_row(const Product& product, int row, int first, const float* acc, const float* up) {
@@ -157,17 +163,32 @@ inline void many_rows(const Matrix& weights, int panel, int num_rows, const floa
             });
             groups[0] += F::BYTES;
         }
-        multiply(num_rows, 1, acc, 0, x + start, x_stride, expanded, 0, depth);
+        const float* const at[] = {expanded};
+        multiply(num_rows, acc, 0, x + start, x_stride, {at, 1, DEPTH, PANEL}, depth);
     }
 }
 
-inline void many_rows_unit(const Product& product, int first_row, int num_rows, int first_panel) {
+// acc[rows][PANEL] of one panel from rows that are bytes.
+template <class F, int R = ROWS8>
+inline void rows8(const Matrix& weights, int panel, const Rows8& x, int first_row, int num_rows, float* acc) {
+    if constexpr (R > 0) {
+        for (; num_rows >= R; first_row += R, num_rows -= R, acc += R * PANEL) multiply_rows8<F, R>(weights, panel, x, first_row, acc);
+        rows8<F, R - 1>(weights, panel, x, first_row, num_rows, acc);
+    }
+}
+
+inline void panels_unit(const Product& product, int first_row, int num_rows, int first_panel, int num_panels) {
     alignas(64) static thread_local float acc[MOST_ROWS * PANEL], up[MOST_ROWS * PANEL];
     const float* x = product.x + first_row * product.x_stride;
-    const int end = std::min(first_panel + PANELS, product.weights->num_panels());
+    const int end = std::min(first_panel + num_panels, product.weights->num_panels());
     for (int panel = first_panel; panel < end; ++panel) {
         const auto compute = [&](const Matrix& weights, float* sums) {
-            with_format(weights.layout, [&](auto format) { many_rows<decltype(format)>(weights, panel, num_rows, x, product.x_stride, sums); });
+            with_format(weights.layout, [&](auto format) {
+                using F = decltype(format);
+                if constexpr (F::HAS_SCALES)
+                    if (product.in_bytes()) return rows8<F>(weights, panel, *product.x8, first_row, num_rows, sums);
+                many_rows<F>(weights, panel, num_rows, x, product.x_stride, sums);
+            });
         };
         compute(*product.weights, acc);
         if (product.up != nullptr) compute(*product.up, up);
@@ -176,25 +197,39 @@ inline void many_rows_unit(const Product& product, int first_row, int num_rows, 
     }
 }
 
-// One or more products of the same rows, as one phase. ``up`` has the shape of ``weights``, whatever types they are stored in.
-inline void multiply(Crew& crew, int num_rows, const Product* products, int num_products) {
-    const bool few = num_rows <= ROWS;
-    const int cols = products[0].weights->cols;
-    const int block = few ? num_rows : std::clamp(CACHED / (4 * cols) / ROWS * ROWS, ROWS, MOST_ROWS / ROWS * ROWS);
-    const int panels = few ? (num_rows == 1 ? 2 : 1) : PANELS;
-    const int num_blocks = (num_rows + block - 1) / block;
-    int num_units[4], total = 0;
-    for (int index = 0; index < num_products; ++index)
-        total += num_units[index] = (products[index].weights->num_panels() + panels - 1) / panels * num_blocks;
-    crew.phase(total, [&](int unit) {
-        int index = 0;
-        while (unit >= num_units[index]) unit -= num_units[index++];
-        const Product& product = products[index];
-        const int per_block = num_units[index] / num_blocks, first_row = unit / per_block * block;
-        const int first_panel = unit % per_block * panels, rows = std::min(block, num_rows - first_row);
-        if (few)
-            few_rows_units(rows, product, first_panel);
+// How a product is cut into units of work: blocks of rows times runs of panels.
+struct Cut {
+    const Product* product;
+    bool is_few;  // rows, as floats
+    int rows, panels, units_per_block, num_units;
+
+    Cut(const Product& whole, int num_rows, int num_threads) : product(&whole) {
+        const int cols = whole.weights->cols, num_panels = whole.weights->num_panels();
+        is_few = num_rows <= ROWS && !whole.in_bytes();
+        rows = is_few ? num_rows : std::clamp(CACHED / (whole.in_bytes() ? 1 : 4) / cols / ROWS * ROWS, ROWS, MOST_ROWS);
+        panels = !is_few ? std::clamp(num_panels / (UNITS * num_threads), 1, PANELS) : num_rows == 1 ? 2 : 1;
+        units_per_block = (num_panels + panels - 1) / panels;
+        num_units = units_per_block * ((num_rows + rows - 1) / rows);
+    }
+
+    void compute(int unit, int total_rows) const {
+        const int first_row = unit / units_per_block * rows, first_panel = unit % units_per_block * panels;
+        if (is_few)
+            few_rows_units(total_rows, *product, first_panel);
         else
-            many_rows_unit(product, first_row, rows, first_panel);
+            panels_unit(*product, first_row, std::min(rows, total_rows - first_row), first_panel, panels);
+    }
+};
+
+// One or more products of the same rows, as one phase. ``up`` has the shape of ``weights``, whatever types they are stored in.
+template <class... Products>
+inline void multiply(Crew& crew, int num_rows, const Products&... products) {
+    const Cut cuts[] = {Cut(products, num_rows, crew.num_threads())...};
+    int total = 0;
+    for (const Cut& cut : cuts) total += cut.num_units;
+    crew.phase(total, [&](int unit) {
+        const Cut* cut = cuts;
+        while (unit >= cut->num_units) unit -= cut++->num_units;
+        cut->compute(unit, num_rows);
     });
 }

@@ -1,7 +1,7 @@
 // Weights as the kernels read them: panels of PANEL outputs, cut into groups along k, each with its scales in front of its codes.
 //
-//   NIBBLES  32 k × 16 outputs: 4 words for each output, nibble i of word w is k = 8 w + i     w = d q + m
-//   BYTES    16 or 32 k × 16 outputs, one byte each, k by k                                    w = d q (+ m)
+//   NIBBLES  32 k × 16 outputs: 4 words for each output; byte i of word w has k = 8 w + i below, 8 w + 4 + i above   w = d q + m
+//   BYTES    16 or 32 k × 16 outputs: a word for each output and four k                                            w = d q (+ m)
 //   FLOATS, BFLOATS  1 k × 16 outputs, no scales
 //
 // The values are those of the file; only their order is another one. d and m stay 16-bit floats where the file has such.
@@ -31,6 +31,8 @@ struct Format {
     static constexpr int GROUP = group;
     static constexpr bool HAS_MIN = has_min;
     static constexpr bool HAS_SCALES = codes == Codes::NIBBLES || codes == Codes::BYTES;
+    static constexpr bool IS_SIGNED = codes == Codes::BYTES && !has_min;
+    static constexpr bool IS_WIDE = IS_SIGNED && group == 32;  // a code may be any byte; else it is at most 32 in size
     static constexpr int SCALE_BYTES = HAS_SCALES ? PANEL * int(sizeof(typename Scale::Stored)) : 0;
     static constexpr int HEAD_BYTES = SCALE_BYTES * (has_min ? 2 : 1);
     static constexpr int CODE_BYTES = codes == Codes::NIBBLES  ? group * PANEL / 2
@@ -46,7 +48,7 @@ using WideNibbles = Format<Codes::NIBBLES, Full, true, 32>;   // Q4_K
 using Bytes = Format<Codes::BYTES, Half, false, 32>;          // Q8_0
 using BytesMin = Format<Codes::BYTES, Half, true, 32>;        // Q5_0, Q5_1
 using WideBytesMin = Format<Codes::BYTES, Full, true, 32>;    // Q5_K
-using WideBytes = Format<Codes::BYTES, Full, false, 16>;      // Q6_K, and int8 made when loading
+using WideBytes = Format<Codes::BYTES, Full, false, 16>;      // Q6_K
 using Floats = Format<Codes::FLOATS, Full, false, 1>;
 using Bfloats = Format<Codes::BFLOATS, Full, false, 1>;
 
@@ -72,6 +74,7 @@ struct Matrix {
     int64_t panel_bytes;
     std::unique_ptr<uint8_t, decltype(&std::free)> data{nullptr, &std::free};
 
+    bool is_quantised() const { return layout != FLOATS && layout != BFLOATS; }
     int num_panels() const { return (rows + PANEL - 1) / PANEL; }
     uint8_t* panel(int index) const { return data.get() + index * panel_bytes; }
 };
@@ -98,10 +101,22 @@ inline __attribute__((always_inline)) void expand(const uint8_t* const (&groups)
             for (int p = 0; p < NUM; ++p)
                 for (int v = 0; v < NV; ++v) words[p][v] = load<vu>(groups[p] + F::HEAD_BYTES + (word * PANEL + v * LANES) * 4);
 #pragma GCC unroll 8
-            for (int nibble = 0; nibble < 8; ++nibble) {
+            for (int k = 0; k < 8; ++k) {
                 for (int p = 0; p < NUM; ++p)
-                    for (int v = 0; v < NV; ++v) w[p][v] = scaled(p, v, to_float((vi)((words[p][v] >> (4 * nibble)) & 15)));
-                body(word * 8 + nibble, w);
+                    for (int v = 0; v < NV; ++v) w[p][v] = scaled(p, v, to_float((vi)((words[p][v] >> (k % 4 * 8 + k / 4 * 4)) & 15)));
+                body(word * 8 + k, w);
+            }
+        }
+    } else if constexpr (F::CODES == Codes::BYTES) {
+        vi words[NUM][NV];
+        for (int word = 0; word < F::GROUP / 4; ++word) {
+            for (int p = 0; p < NUM; ++p)
+                for (int v = 0; v < NV; ++v) words[p][v] = load<vi>(groups[p] + F::HEAD_BYTES + (word * PANEL + v * LANES) * 4);
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; ++k) {
+                for (int p = 0; p < NUM; ++p)
+                    for (int v = 0; v < NV; ++v) w[p][v] = scaled(p, v, to_float((vi)((vu)words[p][v] << (24 - 8 * k)) >> 24));
+                body(word * 4 + k, w);
             }
         }
     } else {
@@ -111,9 +126,7 @@ inline __attribute__((always_inline)) void expand(const uint8_t* const (&groups)
                 for (int v = 0; v < NV; ++v) {
                     const int at = k * PANEL + v * LANES;
                     const uint8_t* codes = groups[p] + F::HEAD_BYTES;
-                    if constexpr (F::CODES == Codes::BYTES)
-                        w[p][v] = scaled(p, v, load_bytes(reinterpret_cast<const int8_t*>(codes) + at));
-                    else if constexpr (F::CODES == Codes::FLOATS)
+                    if constexpr (F::CODES == Codes::FLOATS)
                         w[p][v] = load(reinterpret_cast<const float*>(codes) + at);
                     else
                         w[p][v] = load_bfloats(reinterpret_cast<const uint16_t*>(codes) + at);

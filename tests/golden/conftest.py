@@ -105,9 +105,18 @@ class Rig:
         block_size: int = 16,
         num_tokens: int = 2048,
         vocab_size: int = 1 << 30,
+        activations: str = "float32",
+        quantize: str = "none",
     ) -> None:
         engine = load_engine(
-            files, dtype=dtype, block_size=block_size, vocab_size=vocab_size, device="cpu", progress=lambda fraction, what: None
+            files,
+            dtype=dtype,
+            block_size=block_size,
+            vocab_size=vocab_size,
+            device="cpu",
+            progress=lambda fraction, what: None,
+            quantize=quantize,
+            activations=activations,
         )
         assert isinstance(engine, TorchEngine)
         self.engine = engine

@@ -76,6 +76,21 @@ def test_mixed_batch_gives_each_sequence_its_own_logits(cases: Callable[[str], C
         assert_same_logits(rig.engine.logits(hidden), logits)
 
 
+def test_logits_after_a_long_prompt(cases: Callable[[str], Case]) -> None:
+    """Far into a sequence, where attention is computed in several parts, a chunk's and single tokens' logits are transformers'."""
+    case = cases(BUILT_IN)
+    tokens = prompt(case.reference.config.vocab_size, 1100)
+    with torch.inference_mode():
+        expected = case.reference(torch.tensor([tokens]), logits_to_keep=5).logits[0]
+    rig = Rig(case.files)
+    sequence = rig.sequence(tokens)
+    for start, size in ((0, 500), (500, 597)):
+        hidden = rig.engine.forward([Chunk(sequence, start, size)])[0]
+    found = [rig.engine.logits(hidden[-2:])]
+    found += [rig.engine.logits(rig.engine.forward([Chunk(sequence, position, 1)])[0]) for position in range(1097, 1100)]
+    assert_same_logits(torch.cat(found), expected)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2-yarn", "qwen3-tied"])
 def test_bfloat16_is_close_to_float32(cases: Callable[[str], Case], name: str) -> None:
     """A model loaded in bfloat16 gives finite logits that stay near the float32 ones, in prefill and decode."""

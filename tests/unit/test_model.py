@@ -301,7 +301,8 @@ def test_fingerprint_tells_weights_and_configurations_apart(tmp_path: Path) -> N
 def test_layout_follows_the_model() -> None:
     """One KV layout for one model, type and block size; the null model's is 16 bytes a token."""
     spec = read_model_spec(find_model("smollm2"))
-    assert kv_layout(spec, "bfloat16", 16) == KVLayout(
-        num_layers=30, num_kv_heads=3, block_size=16, head_dim=64, dtype="bfloat16", model=spec.fingerprint
-    )
+    assert kv_layout(spec, "bfloat16", 16, "int8", "float32") == KVLayout(
+        num_layers=30, num_kv_heads=3, block_size=16, head_dim=64, dtype="bfloat16", model=spec.fingerprint,
+        arithmetic="weights int8, activations float32",
+    )  # fmt: skip
     assert kv_layout(read_model_spec(find_model("null")), "float32", 16).block_nbytes == 16 * 16
