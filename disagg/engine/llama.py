@@ -126,15 +126,15 @@ class Llama:
             down=linear(read("mlp.down_proj.weight")),
         )
 
-    def forward(self, works: Sequence[Work], tokens: Sequence[int], pool: Tensor) -> list[Tensor]:
-        """The last layer's output [num_tokens, C] of each work, whose ``tokens`` follow one another. Writes their KV."""
+    def forward(self, works: Sequence[Work], tokens: Sequence[int], pool: Tensor) -> Tensor:
+        """The last layer's output [len(tokens), C] of ``tokens``, the works' one after another. Writes their KV."""
         parts = list(torch.split(torch.tensor(tokens, device=self.device), [work.num_tokens for work in works]))
         order = plan_order(works)
         plan = make_plan([works[index] for index in order], pool, self.spec.num_heads)
         hidden = self._hidden(torch.cat([parts[index] for index in order]), pool, plan)
         for index, part in zip(order, torch.split(hidden, [works[index].num_tokens for index in order])):
             parts[index] = part
-        return parts
+        return torch.cat(parts)
 
     def _hidden(self, tokens: Tensor, pool: Tensor, plan: Plan) -> Tensor:
         """[T, C] for ``tokens`` [T], in the plan's order."""

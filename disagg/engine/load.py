@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 import structlog
 import torch
-from disagg.kernels.native import ORDER
 
 from disagg.engine.base import Engine, Progress
 from disagg.engine.llama import Llama, tensor_shapes
@@ -16,6 +15,7 @@ from disagg.engine.weights_gguf import GgufWeights
 from disagg.engine.weights_safetensors import SafetensorsWeights
 from disagg.errors import ConfigError
 from disagg.grammar import Matchers
+from disagg.kernels.native import ORDER
 from disagg.model import ModelFiles, kv_layout, read_model_spec
 
 log = structlog.get_logger(__name__)
@@ -38,9 +38,10 @@ def load_engine(
     """Read the model and build its engine.
 
     ``dtype``: float32 or bfloat16. ``quantize``: none, or int8 for weights that are stored as floats. ``activations``: int8 or
-    float32, what quantised weights are multiplied with; torch alone always computes as for float32. ``vocab_size``: the tokenizer's; ids at and above it are never sampled. ``compiler``: for
-    requests with a grammar; None = there will be none. Raises ConfigError, or UnsupportedModelError for weights that do not
-    fit the model's description.
+    float32, what quantised weights are multiplied with; torch alone always computes as for float32. ``vocab_size``: the
+    tokenizer's; ids at and above it are never sampled. ``compiler``: for requests with a grammar; None = there will be none.
+
+    Raises ConfigError, or UnsupportedModelError for weights that do not fit the model's description.
     """
     spec = read_model_spec(files)
     layout = kv_layout(spec, dtype, block_size, quantize, activations)

@@ -17,7 +17,6 @@ from disagg.kernels.paged import Work
 from disagg.kernels.rope import rope_table
 from disagg.model import ModelSpec
 
-
 _FLOATS = ("F32", "F16", "BF16")
 _Q8_0_GROUP = 32
 
@@ -74,11 +73,10 @@ class NativeLlama:
         )
         progress(1.0, "loaded")
 
-    def forward(self, works: Sequence[Work], tokens: Sequence[int], pool: Tensor) -> list[Tensor]:
-        """The last layer's output [num_tokens, hidden_size] of each work, whose ``tokens`` are in that order; writes their KV."""
-        hidden = self._decoder.forward(works, tokens, pool)
-        parts: list[Tensor] = list(torch.split(hidden, [work.num_tokens for work in works]))
-        return parts
+    def forward(self, works: Sequence[Work], tokens: Sequence[int], pool: Tensor) -> Tensor:
+        """The last layer's output [len(tokens), hidden_size] of ``tokens``, the works' one after another; writes their KV."""
+        hidden: Tensor = self._decoder.forward(works, tokens, pool)
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [rows, V] from ``hidden`` [rows, C]."""

@@ -40,10 +40,20 @@ class Row:
     allowed: Mask | None = None  # by the request's grammar, which has seen to min_tokens too; None = all
 
 
-def sample(logits: Tensor, rows: Sequence[Row]) -> list[tuple[int, TokenLogprobs | None]]:
-    """The next token of each row, and its log-probabilities where asked for. ``logits``: float32 [rows, vocabulary]."""
+def greatest(logits: Tensor) -> tuple[list[int], list[bool]]:
+    """The best token of each row [rows, vocabulary], and whether its logit is finite: a NaN counts as the greatest."""
+    values = logits.numpy() if logits.device.type == "cpu" else logits  # torch's own search takes five times as long there
+    best = values.argmax(-1).tolist()
+    return best, [math.isfinite(values[row, token]) for row, token in enumerate(best)]
+
+
+def sample(logits: Tensor, rows: Sequence[Row], best: Sequence[int] | None = None) -> list[tuple[int, TokenLogprobs | None]]:
+    """The next token of each row, and its log-probabilities where asked for.
+
+    ``logits``: float32 [rows, vocabulary]. ``best``: what ``greatest`` said of them.
+    """
     adjusted = _adjust(logits, rows)
-    tokens = adjusted.argmax(dim=-1).tolist()
+    tokens = list(best) if best is not None and adjusted is logits else greatest(adjusted)[0]
     drawn = [index for index, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
     for first in range(0, len(drawn), _DRAW_ROWS):
         some = drawn[first : first + _DRAW_ROWS]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from disagg.engine.base import Chunk, Sample
 from disagg.engine.grammar import Grammars
-from disagg.engine.sampling import Row, sample, score
+from disagg.engine.sampling import Row, greatest, sample, score
 from disagg.errors import GrammarError
 from disagg.grammar import Matchers
 from disagg.kernels.paged import Work
@@ -32,8 +32,8 @@ class Model(Protocol):
     dtype: torch.dtype
     device: torch.device
 
-    def forward(self, works: Sequence[Work], tokens: Sequence[int], pool: Tensor) -> list[Tensor]:
-        """The last layer's output [num_tokens, hidden_size] of each work, whose ``tokens`` are in that order; writes their KV."""
+    def forward(self, works: Sequence[Work], tokens: Sequence[int], pool: Tensor) -> Tensor:
+        """The last layer's output [len(tokens), hidden_size] of ``tokens``, the works' one after another; writes their KV."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -61,21 +61,23 @@ class TorchEngine:
 
     @torch.inference_mode()
     def step(self, batch: list[Chunk]) -> list[Sample]:
-        hidden = self.forward(batch)
+        hidden = self._hidden(batch)
         sampled = self._sample(batch, hidden)
-        samples = []
+        samples, row = [], 0
         for index, chunk in enumerate(batch):
             sample = sampled.get(index, _NO_SAMPLE)
-            scores = self._score_prompt(chunk, hidden[index])
+            scores = self._score_prompt(chunk, hidden[row : row + chunk.num_tokens]) if _wants_scores(chunk) else None
             samples.append(sample if scores is None else replace(sample, prompt_logprobs=scores))
+            row += chunk.num_tokens
         return samples
 
-    def _sample(self, batch: list[Chunk], hidden: list[Tensor]) -> dict[int, Sample]:
+    def _sample(self, batch: list[Chunk], hidden: Tensor) -> dict[int, Sample]:
         """By its place in ``batch``, the sample of each chunk that ends a sequence which is to go on."""
         samples: dict[int, Sample] = {}
-        ends, rows = [], []
+        ends, rows, last_rows, row = [], [], [], -1
         for index, chunk in enumerate(batch):
             sequence = chunk.sequence
+            row += chunk.num_tokens
             if not chunk.is_last or sequence.params.max_tokens == 0:
                 continue
             samples[index] = _BROKEN  # until it turns out to be better
@@ -85,23 +87,28 @@ class TorchEngine:
                 continue
             rows.append(Row(sequence.params, sequence.tokens, sequence.num_prompt, allowed))
             ends.append(index)
+            last_rows.append(row)
         if not rows:
             return samples
-        logits = self.logits(torch.stack([hidden[index][-1] for index in ends]))
-        is_finite = logits.isfinite().all(dim=-1)
-        if not is_finite.all():
-            kept = is_finite.nonzero()[:, 0].tolist()
-            logits, ends, rows = logits[kept], [ends[row] for row in kept], [rows[row] for row in kept]
-        for index, (token, logprobs) in zip(ends, sample(logits, rows)):
+        logits = self._logits(hidden if len(last_rows) == len(hidden) else hidden[last_rows])
+        best, is_finite = greatest(logits)
+        if not all(is_finite):
+            kept = [row for row, is_good in enumerate(is_finite) if is_good]
+            logits, best, ends, rows = logits[kept], *([part[row] for row in kept] for part in (best, ends, rows))
+        for index, (token, logprobs) in zip(ends, sample(logits, rows, best)):
             try:
                 samples[index] = Sample(token, logprobs, is_complete=self._grammars.read(batch[index].sequence, token))
             except GrammarError:
                 continue
         return samples
 
-    @torch.inference_mode()
     def forward(self, batch: list[Chunk]) -> list[Tensor]:
         """Fill the KV of every chunk. Returns the last layer's output for each chunk, [num_tokens, hidden_size], in order."""
+        with torch.inference_mode():
+            return list(torch.split(self._hidden(batch), [chunk.num_tokens for chunk in batch]))
+
+    def _hidden(self, batch: list[Chunk]) -> Tensor:
+        """The same, one after another: [tokens of the batch, hidden_size]."""
         assert self._pool is not None, "bind() comes before the first step"
         works = [Work(chunk.sequence.blocks, chunk.start, chunk.num_tokens) for chunk in batch]
         tokens: list[int] = []
@@ -109,18 +116,24 @@ class TorchEngine:
             tokens += chunk.sequence.tokens[chunk.start : chunk.start + chunk.num_tokens]
         return self._model.forward(works, tokens, self._pool)
 
-    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [rows, vocab_size] for rows of ``forward``'s output."""
+        with torch.inference_mode():
+            return self._logits(hidden)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)[:, : self._vocab_size]
 
-    def _score_prompt(self, chunk: Chunk, hidden: Tensor) -> list[TokenLogprobs] | None:
+    def _score_prompt(self, chunk: Chunk, hidden: Tensor) -> list[TokenLogprobs]:
         num_top = chunk.sequence.params.num_prompt_logprobs
-        if num_top is None or chunk.sequence.num_generated:
-            return None
+        assert num_top is not None
         targets = chunk.sequence.tokens[chunk.start + 1 : min(chunk.start + chunk.num_tokens + 1, chunk.sequence.num_prompt)]
         scores: list[TokenLogprobs] = []
         for first in range(0, len(targets), _SCORE_ROWS):
             some = targets[first : first + _SCORE_ROWS]
-            scores += score(self.logits(hidden[first : first + len(some)]), some, [num_top] * len(some))
+            scores += score(self._logits(hidden[first : first + len(some)]), some, [num_top] * len(some))
         return scores
+
+
+def _wants_scores(chunk: Chunk) -> bool:
+    return chunk.sequence.params.num_prompt_logprobs is not None and not chunk.sequence.num_generated

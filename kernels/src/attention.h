@@ -46,7 +46,7 @@ inline int queries_of_unit(int group) { return std::max(1, QUERY_ROWS / group); 
 // What attention knows of one query so far: the largest score, the sum of the weights relative to it, and of the values.
 inline void merge(float* so_far, const float* more, int dim) {
     const float most = std::max(so_far[0], more[0]);
-    const vf mine = exp(all(so_far[0] - most)), theirs = exp(all(more[0] - most));
+    const vf mine = exp2(all(so_far[0] - most)), theirs = exp2(all(more[0] - most));
     so_far[0] = most;
     so_far[1] = so_far[1] * mine[0] + more[1] * theirs[0];
     for (int d = 2; d < dim + 2; ++d) so_far[d] = so_far[d] * mine[0] + more[d] * theirs[0];
@@ -55,10 +55,10 @@ inline void merge(float* so_far, const float* more, int dim) {
 // The rows of one unit: scores, weights and sums while its keys pass by.
 class Attention {
   public:
-    // q: [row][num_heads][head_dim], rows q_stride floats apart, scaled already.
+    // q: [row][num_heads][head_dim], rows q_stride floats apart, scaled so that scores are exponents of 2.
     void start(const Pool& pool, int layer, const Span& span, const AttentionUnit& unit, int group, const float* q, int64_t q_stride) {
         pool_ = &pool, layer_ = layer, span_ = &span, kv_head_ = unit.kv_head, group_ = group;
-        dim_ = pool.head_dim, dim_panels_ = (dim_ + PANEL - 1) / PANEL, rows_ = unit.num_tokens * group;
+        dim_ = pool.head_dim, dim_panels_ = (dim_ + PANEL - 1) / PANEL, width_ = dim_panels_ * PANEL, rows_ = unit.num_tokens * group;
         first_ = span.start + unit.first, end_ = first_ + unit.num_tokens;
         for (int row = 0; row < rows_; ++row) {
             const int64_t token = span.row + unit.first + row / group;
@@ -72,99 +72,99 @@ class Attention {
     // One segment alone: [row][2 + head_dim], as merge() takes them.
     void segment(int index, float* to) {
         for (int row = 0; row < rows_; ++row) most_[row] = NOTHING, total_[row] = 0;
-        for (int panel = 0; panel < dim_panels_; ++panel) std::memset(sums_[panel], 0, sizeof(float) * rows_ * PANEL);
+        std::memset(sums_, 0, sizeof(float) * rows_ * width_);
         const int to_key = std::min(end_, (index + 1) * SEGMENT);
         for (int key = index * SEGMENT; key < to_key; key += KEYS) tile(key, std::min(KEYS, to_key - key));
         for (int row = 0; row < rows_; ++row, to += 2 + dim_) {
             to[0] = most_[row];
             to[1] = total_[row];
-            for (int panel = 0; panel < dim_panels_; ++panel)
-                std::memcpy(to + 2 + panel * PANEL, sums_[panel] + row * PANEL, sizeof(float) * std::min(PANEL, dim_ - panel * PANEL));
+            std::memcpy(to + 2, sums_ + row * width_, sizeof(float) * dim_);
         }
     }
 
   private:
-    static constexpr int MOST_ROWS_HERE = std::max(QUERY_ROWS, MOST_GROUP);
+    static constexpr int MOST_ROWS_HERE = std::max(QUERY_ROWS, MOST_GROUP), MOST_VALUES = KEYS / PANEL * (MOST_DIM / PANEL);
 
     void tile(int start, int count) {
         const int key_panels = (count + PANEL - 1) / PANEL;
-        const float *keys[KEYS / PANEL], *values[KEYS / PANEL * (MOST_DIM / PANEL)];
+        const float *keys[KEYS / PANEL], *values[MOST_VALUES], *next_keys[KEYS / PANEL], *next_values[MOST_VALUES];
         int64_t key_stride = pool_->block_size, value_stride = dim_;
         const bool in_place = pool_->block_size % PANEL == 0 && dim_ % PANEL == 0;
-        if (!in_place) gather(start, count), key_stride = PANEL, value_stride = dim_panels_ * PANEL;
-        for (int panel = 0; panel < key_panels; ++panel) {
-            const float* value = values_copy_ + panel * PANEL * value_stride;
-            keys[panel] = in_place ? key_at(start + panel * PANEL, &value) : keys_copy_ + panel * PANEL * dim_;
-            for (int d = 0; d < dim_panels_; ++d) values[panel * dim_panels_ + d] = value + d * PANEL;
-            if (rows_ <= ROWS && start + KEYS + panel * PANEL < end_) prefetch(start + KEYS + panel * PANEL);
+        if (in_place) {
+            find(start, key_panels, keys, values);
+            find(std::min(start + KEYS, end_ - 1), key_panels, next_keys, next_values);
+        } else {
+            gather(start, count, keys, values);
+            key_stride = PANEL, value_stride = width_;
         }
-        for (int panel = 0; panel < key_panels; ++panel) std::memset(scores_[panel], 0, sizeof(float) * rows_ * PANEL);
-        multiply(rows_, scores_[0], scores_[1] - scores_[0], queries_, dim_, {keys, key_panels, dim_, key_stride}, dim_);
+        std::memset(weights_, 0, sizeof(float) * rows_ * KEYS);
+        multiply(rows_, weights_, KEYS, queries_, dim_, {keys, key_panels, dim_, key_stride, in_place ? next_keys : nullptr}, dim_);
         for (int row = 0; row < rows_; ++row) weigh(row, std::min(count, first_ + row / group_ + 1 - start), count);
-        multiply(rows_, sums_[0], sums_[1] - sums_[0], weights_, KEYS, {values, dim_panels_, PANEL, value_stride}, count);
+        multiply(rows_, sums_, width_, weights_, KEYS, {values, dim_panels_, PANEL, value_stride, in_place ? next_values : nullptr}, count);
     }
 
-    // Turns a row's scores into weights, those of keys from ``visible`` on into zeros, and what there is of it into its new terms.
+    // Turns a row's scores into weights, those of keys from ``visible`` on into zeros, and puts its sums in terms of the new maximum.
     void weigh(int row, int visible, int count) {
         float* score = weights_ + row * KEYS;
         if (visible <= 0) {
             std::memset(score, 0, sizeof(float) * count);
             return;
         }
-        for (int key = 0; key < visible; key += PANEL) std::memcpy(score + key, scores_[key / PANEL] + row * PANEL, sizeof(float) * PANEL);
         for (int key = visible; key < KEYS; ++key) score[key] = NOTHING;
         vf highest = all(most_[row]);
         for (int key = 0; key < KEYS; key += LANES) highest = larger(load(score + key), highest);
         const float now = greatest(highest);
         vf added{};
         for (int key = 0; key < KEYS; key += LANES) {
-            const vf weight = exp(load(score + key) - all(now));
+            const vf weight = exp2(load(score + key) - all(now));
             store(score + key, weight);
             added += weight;
         }
         if (most_[row] != now) {
-            const vf factor = exp(all(most_[row] - now));
+            const vf factor = exp2(all(most_[row] - now));
             total_[row] *= factor[0];
-            for (int panel = 0; panel < dim_panels_; ++panel)
-                for (int v = 0; v < PANEL; v += LANES) {
-                    float* at = sums_[panel] + row * PANEL + v;
-                    store(at, load(at) * factor);
-                }
+            float* sums = sums_ + row * width_;
+            for (int d = 0; d < width_; d += LANES) store(sums + d, load(sums + d) * factor);
             most_[row] = now;
         }
         total_[row] += sum(added);
     }
 
-    const float* key_at(int position, const float** value) const {
-        const int block = span_->blocks[position / pool_->block_size], slot = position % pool_->block_size;
-        *value = pool_->at(block, layer_, 1, kv_head_) + int64_t(slot) * dim_;
-        return pool_->at(block, layer_, 0, kv_head_) + slot;
-    }
-
-    // One panel's keys and values: a block's lie somewhere, and the hardware sees no pattern.
-    void prefetch(int position) const {
-        const float *value, *key = key_at(position, &value);
-        for (int d = 0; d < dim_; ++d) __builtin_prefetch(key + int64_t(d) * pool_->block_size);
-        for (int at = 0; at < PANEL * dim_; at += 16) __builtin_prefetch(value + at);
+    // Where the keys and values of some panels lie, from that of ``position`` on; beyond the last key, the last panel again.
+    void find(int position, int num_panels, const float** keys, const float** values) const {
+        for (int panel = 0; panel < num_panels; ++panel) {
+            const int first = std::min(position + panel * PANEL, end_ - 1) / PANEL * PANEL;
+            const int block = span_->blocks[first / pool_->block_size], slot = first % pool_->block_size;
+            keys[panel] = pool_->at(block, layer_, 0, kv_head_) + slot;
+            put(values, panel, pool_->at(block, layer_, 1, kv_head_) + int64_t(slot) * dim_);
+        }
     }
 
     // Copies where blocks or heads do not fit panels.
-    void gather(int start, int count) {
-        const int width = dim_panels_ * PANEL;
+    void gather(int start, int count, const float** keys, const float** values) {
         for (int key = 0; key < count; ++key) {
-            const float *value, *from = key_at(start + key, &value);
+            const int block = span_->blocks[(start + key) / pool_->block_size], slot = (start + key) % pool_->block_size;
+            const float* from = pool_->at(block, layer_, 0, kv_head_) + slot;
             float* to = keys_copy_ + key / PANEL * PANEL * dim_ + key % PANEL;
             for (int d = 0; d < dim_; ++d) to[d * PANEL] = from[int64_t(d) * pool_->block_size];
-            std::memcpy(values_copy_ + key * width, value, sizeof(float) * dim_);
+            std::memcpy(values_copy_ + key * width_, pool_->at(block, layer_, 1, kv_head_) + int64_t(slot) * dim_, sizeof(float) * dim_);
         }
+        for (int panel = 0; panel < KEYS / PANEL; ++panel) {
+            keys[panel] = keys_copy_ + panel * PANEL * dim_;
+            put(values, panel, values_copy_ + panel * PANEL * width_);
+        }
+    }
+
+    void put(const float** values, int panel, const float* first) const {
+        for (int d = 0; d < dim_panels_; ++d) values[panel * dim_panels_ + d] = first + d * PANEL;
     }
 
     const Pool* pool_;
     const Span* span_;
-    int layer_, kv_head_, group_, dim_, dim_panels_, rows_, first_, end_;
+    int layer_, kv_head_, group_, dim_, dim_panels_, width_, rows_, first_, end_;
     alignas(64) float queries_[MOST_ROWS_HERE * MOST_DIM];
-    alignas(64) float scores_[KEYS / PANEL][MOST_ROWS_HERE * PANEL], weights_[MOST_ROWS_HERE * KEYS];
-    alignas(64) float sums_[MOST_DIM / PANEL][MOST_ROWS_HERE * PANEL];
+    alignas(64) float weights_[MOST_ROWS_HERE * KEYS];  // [row][key], scores at first
+    alignas(64) float sums_[MOST_ROWS_HERE * MOST_DIM];  // [row][width]
     alignas(64) float keys_copy_[KEYS * MOST_DIM], values_copy_[KEYS * MOST_DIM];
     float most_[MOST_ROWS_HERE], total_[MOST_ROWS_HERE];
 };

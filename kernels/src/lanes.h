@@ -118,23 +118,31 @@ inline float greatest(vf value) {
 
 inline vf larger(vf a, vf b) { return a > b ? a : b; }
 
-// e^x to about one unit in the last place for x in [-87, 88]; 0 below, with e^0 exactly 1.
-inline vf exp(vf x) {
-    const vf magic = all(12582912.0f), top = all(88.0f);  // adding it rounds to an integer
-    const vi none = x < all(-87.0f);
-    x = x > top ? top : x;
-    const vf shifted = x * all(1.44269504088896341f) + magic, n = shifted - magic;
-    vf r = x - n * all(0.693359375f);
-    r = r - n * all(-2.12194440e-4f);
-    vf y = all(1.9875691500e-4f);
-    y = y * r + all(1.3981999507e-3f);
-    y = y * r + all(8.3334519073e-3f);
-    y = y * r + all(4.1665795894e-2f);
-    y = y * r + all(1.6666665459e-1f);
-    y = y * r + all(5.0000001201e-1f);
-    y = y * (r * r) + r + all(1.0f);
+// 2^x to about one unit in the last place, 0 below -126, with 2^0 exactly 1. The polynomial is the best of its degree that is 1 at 0.
+inline vf exp2(vf x) {
+    x = x > all(127.0f) ? all(127.0f) : x;
+#if defined(__AVX512F__)
+    const vf r = (vf)_mm512_reduce_ps((__m512)x, 0), n = x - r;  // x = n + r, n whole
+#else
+    const vf magic = all(12582912.0f);  // adding it rounds to an integer
+    const vf shifted = x + magic, n = shifted - magic, r = x - n;
+#endif
+    vf y = all(0x1.470b4ap-13f);
+    y = y * r + all(0x1.5f7276p-10f);
+    y = y * r + all(0x1.3b270ep-7f);
+    y = y * r + all(0x1.c6ae72p-5f);
+    y = y * r + all(0x1.ebfbe2p-3f);
+    y = y * r + all(0x1.62e432p-1f);
+    y = y * r + all(1.0f);
+    const vi none = x < all(-126.0f);
+#if defined(__AVX512F__)
+    return (vf)((vi)(vf)_mm512_scalef_ps((__m512)y, (__m512)n) & ~none);
+#else
     const vf power = (vf)(((vi)shifted - (vi)magic + 127) << 23);
     return (vf)((vi)(y * power) & ~none);
+#endif
 }
 
-inline vf silu(vf x) { return x / (all(1.0f) + exp(-x)); }
+constexpr float LOG2_E = 1.44269504088896341f;
+
+inline vf silu(vf x) { return x / (all(1.0f) + exp2(x * all(-LOG2_E))); }

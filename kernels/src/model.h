@@ -70,7 +70,7 @@ inline void each_token(Crew& crew, int num_tokens, const Fn& fn) {
 
 inline void place(const Model& model, const Layer& layer, int index, const Pool& pool, const Span& span, int position, float* qkv) {
     const int dim = model.head_dim, turned = model.num_heads + model.num_kv_heads;
-    const float scale = 1.0f / std::sqrt(float(dim));
+    const float scale = LOG2_E / std::sqrt(float(dim));  // scores are exponents of 2
     for (int head = 0; head < turned; ++head) {
         float* x = qkv + head * dim;
         if (layer.qk_norm != nullptr) rms_norm(x, layer.qk_norm + head * dim, x, dim, model.epsilon);

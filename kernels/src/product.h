@@ -15,6 +15,8 @@ constexpr int CACHED = 224 * 1024;    // bytes of x that stay in the second-leve
 constexpr int MOST_ROWS = 240;        // of a block of x, a multiple of every ROWS
 constexpr int PANELS = 8;             // of one unit of work at most
 constexpr int UNITS = 4;              // for each thread at least, where there are so many panels
+constexpr int SUMS = LANES == 16 ? 24 : ROWS;  // rows × panels that the registers hold the sums of
+constexpr int FEW = 4;                // rows with which memory takes longer than the arithmetic
 constexpr int ROWS8 = LANES == 16 ? 12 : 6;
 
 // What one product writes: y = x Wᵀ + bias, added to what is there, or silu(x Wᵀ) · (x Uᵀ).
@@ -37,17 +39,22 @@ struct Panels {
     const float* const* at;
     int num_panels, length;
     int64_t stride;
+    const float* const* next = nullptr;  // laid out alike: what is multiplied after these, to be fetched meanwhile
 };
 
-// acc[p][row][..] += x[row][k] · w[first + p][k][..] over depth values of k, for NUM panels whose sums lie acc_step apart.
+// acc[row][p][..] += x[row][k] · w[first + p][k][..] over depth values of k, for NUM panels; rows lie strides apart.
 template <int R, int NUM>
-inline void multiply_tile(float* acc, int64_t acc_step, const float* x, int64_t x_stride, const Panels& w, int first, int depth) {
+inline void multiply_tile(float* acc, int64_t acc_stride, const float* x, int64_t x_stride, const Panels& w, int first, int depth) {
     vf sums[NUM][R][NV];
     for (int p = 0; p < NUM; ++p)
         for (int r = 0; r < R; ++r)
-            for (int v = 0; v < NV; ++v) sums[p][r][v] = load(acc + p * acc_step + r * PANEL + v * LANES);
-    for (const float* const* at = w.at + first; depth > 0; depth -= w.length, x += w.length, at += w.num_panels)
+            for (int v = 0; v < NV; ++v) sums[p][r][v] = load(acc + r * acc_stride + p * PANEL + v * LANES);
+    const float* const* next = w.next == nullptr ? w.at : w.next;  // fetching what is here costs nothing
+    next += first;
+    for (const float* const* at = w.at + first; depth > 0; depth -= w.length, x += w.length, at += w.num_panels, next += w.num_panels)
         for (int k = 0; k < std::min(depth, w.length); ++k) {
+            if constexpr (R <= FEW)
+                for (int p = 0; p < NUM; ++p) __builtin_prefetch(next[p] + k * w.stride);
             vf row[NUM][NV];
             for (int p = 0; p < NUM; ++p)
                 for (int v = 0; v < NV; ++v) row[p][v] = load(at[p] + k * w.stride + v * LANES);
@@ -60,26 +67,26 @@ inline void multiply_tile(float* acc, int64_t acc_step, const float* x, int64_t 
         }
     for (int p = 0; p < NUM; ++p)
         for (int r = 0; r < R; ++r)
-            for (int v = 0; v < NV; ++v) store(acc + p * acc_step + r * PANEL + v * LANES, sums[p][r][v]);
+            for (int v = 0; v < NV; ++v) store(acc + r * acc_stride + p * PANEL + v * LANES, sums[p][r][v]);
 }
 
 // As many panels at once as the registers hold: few rows would wait for their own sums.
 template <int R = ROWS>
-inline void multiply_rows(int num_rows, float* acc, int64_t acc_step, const float* x, int64_t x_stride, const Panels& w, int depth) {
+inline void multiply_rows(int num_rows, float* acc, int64_t acc_stride, const float* x, int64_t x_stride, const Panels& w, int depth) {
     if constexpr (R > 0) {
-        if (num_rows != R) return multiply_rows<R - 1>(num_rows, acc, acc_step, x, x_stride, w, depth);
-        constexpr int NUM = 4 * R <= ROWS ? 4 : 2 * R <= ROWS ? 2 : 1;
+        if (num_rows != R) return multiply_rows<R - 1>(num_rows, acc, acc_stride, x, x_stride, w, depth);
+        constexpr int NUM = 4 * R <= SUMS ? 4 : 2 * R <= SUMS ? 2 : 1;
         int panel = 0;
         for (; panel + NUM <= w.num_panels; panel += NUM)
-            multiply_tile<R, NUM>(acc + panel * acc_step, acc_step, x, x_stride, w, panel, depth);
-        for (; panel < w.num_panels; ++panel) multiply_tile<R, 1>(acc + panel * acc_step, acc_step, x, x_stride, w, panel, depth);
+            multiply_tile<R, NUM>(acc + panel * PANEL, acc_stride, x, x_stride, w, panel, depth);
+        for (; panel < w.num_panels; ++panel) multiply_tile<R, 1>(acc + panel * PANEL, acc_stride, x, x_stride, w, panel, depth);
     }
 }
 
-// acc[panel][num_rows][PANEL] += x · w, for any number of rows; acc is acc_step apart from panel to panel.
-inline void multiply(int num_rows, float* acc, int64_t acc_step, const float* x, int64_t x_stride, const Panels& w, int depth) {
+// acc[num_rows][panels · PANEL] += x · w, for any number of rows.
+inline void multiply(int num_rows, float* acc, int64_t acc_stride, const float* x, int64_t x_stride, const Panels& w, int depth) {
     for (int row = 0; row < num_rows; row += ROWS)
-        multiply_rows(std::min(ROWS, num_rows - row), acc + row * PANEL, acc_step, x + row * x_stride, x_stride, w, depth);
+        multiply_rows(std::min(ROWS, num_rows - row), acc + row * acc_stride, acc_stride, x + row * x_stride, x_stride, w, depth);
 }
 
 inline void write_row(const Product& product, int row, int first, const float* acc, const float* up) {
@@ -164,7 +171,7 @@ inline void many_rows(const Matrix& weights, int panel, int num_rows, const floa
             groups[0] += F::BYTES;
         }
         const float* const at[] = {expanded};
-        multiply(num_rows, acc, 0, x + start, x_stride, {at, 1, DEPTH, PANEL}, depth);
+        multiply(num_rows, acc, PANEL, x + start, x_stride, {at, 1, DEPTH, PANEL}, depth);
     }
 }
 

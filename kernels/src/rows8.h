@@ -62,26 +62,28 @@ constexpr bool RAISED = true;
 constexpr bool RAISED = false;
 #endif
 
-// start[o] + Σ codes[o][k] x[k] for LANES outputs and 4 N values of k; codes[w] holds k = 4 w … 4 w + 3 of every output.
-template <bool is_wide, int N>
+// start[o] + Σ codes[o][k] x[k] for LANES outputs and 4 N values of k; codes[w] holds k = 4 w … 4 w + 3 of every output of F.
+template <class F, int N>
 inline vi dots(vi start, const vu (&codes)[N], const int8_t* x) {
+    const auto four = [&](int w) { return load<int32_t>(x + 4 * w); };
 #if defined(__AVX512VNNI__)
-    for (int w = 0; w < N; ++w) start = (vi)_mm512_dpbusd_epi32((__m512i)start, (__m512i)codes[w], _mm512_set1_epi32(load<int32_t>(x + 4 * w)));
+    for (int w = 0; w < N; ++w) start = (vi)_mm512_dpbusd_epi32((__m512i)start, (__m512i)codes[w], _mm512_set1_epi32(four(w)));
 #elif defined(__AVX2__)
-    constexpr int SPAN = is_wide ? 1 : 4;  // pairs that fit in 16 bits together: 8 products of at most 32 · 127
+    constexpr int SPAN = F::IS_WIDE ? 1 : 4;  // pairs that fit in 16 bits together: 8 products of at most 32 · 127
     for (int first = 0; first < N; first += SPAN) {
-        __m256i sums = _mm256_setzero_si256();
+        __m256i sums{};
         for (int w = first; w < first + SPAN; ++w) {
-            const __m256i code = (__m256i)codes[w], value = _mm256_set1_epi32(load<int32_t>(x + 4 * w));
-            sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(_mm256_abs_epi8(code), _mm256_sign_epi8(value, code)));
+            __m256i code = (__m256i)codes[w], value = _mm256_set1_epi32(four(w));
+            if constexpr (F::IS_SIGNED) value = _mm256_sign_epi8(value, code), code = _mm256_abs_epi8(code);
+            sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(code, value));
         }
         start += (vi)_mm256_madd_epi16(sums, _mm256_set1_epi16(1));
     }
 #elif defined(__ARM_FEATURE_DOTPROD)
-    for (int w = 0; w < N; ++w) start = (vi)vdotq_s32((int32x4_t)start, (int8x16_t)codes[w], (int8x16_t)vdupq_n_s32(load<int32_t>(x + 4 * w)));
+    for (int w = 0; w < N; ++w) start = (vi)vdotq_s32((int32x4_t)start, (int8x16_t)codes[w], (int8x16_t)vdupq_n_s32(four(w)));
 #else
     for (int w = 0; w < N; ++w)
-        for (int i = 0; i < 4; ++i) start += ((vi)(codes[w] << (24 - 8 * i)) >> 24) * x[4 * w + i];
+        for (int i = 0; i < 4; ++i) start += ((vi)(codes[w] << (24 - 8 * i)) >> 24) * int8_t(four(w) >> (8 * i));
 #endif
     return start;
 }
@@ -126,7 +128,7 @@ inline void multiply_rows8(const Matrix& weights, int panel, const Rows8& x, int
                 int32_t start = 0;
                 if constexpr (RAISED && F::IS_SIGNED)
                     for (int half = 0; half < F::GROUP / 16; ++half) start += sums[r * per_row * 2 + group * (F::GROUP / 16) + half];
-                const vi dot = dots<F::IS_WIDE>(start - vi{}, w, codes + int64_t(r) * x.cols + group * F::GROUP);
+                const vi dot = dots<F>(start - vi{}, w, codes + int64_t(r) * x.cols + group * F::GROUP);
                 totals[r][v] += to_float(dot) * d * all(scales[r * per_row + shared]);
                 if constexpr (F::HAS_MIN) totals[r][v] += m * all(shifts[r * per_row + shared]);
             }

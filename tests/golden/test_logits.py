@@ -77,7 +77,7 @@ def test_mixed_batch_gives_each_sequence_its_own_logits(cases: Callable[[str], C
 
 
 def test_logits_after_a_long_prompt(cases: Callable[[str], Case]) -> None:
-    """Far into a sequence, where attention is computed in several parts, a chunk's and single tokens' logits are transformers'."""
+    """Far into a sequence, where attention has several segments, a chunk's and single tokens' logits are transformers'."""
     case = cases(BUILT_IN)
     tokens = prompt(case.reference.config.vocab_size, 1100)
     with torch.inference_mode():
