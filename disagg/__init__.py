@@ -13,7 +13,8 @@ Before any request:
     notify      what a service manager is told: ready, how it stands, that it lives
     log         structured lines on stderr, from the parent and the workers
     model       finds the model's files and reads what the parent needs of them
-    deployment  which workers, on which cores, with how much KV memory, how long a context; refused here or not at all
+    deployment  which workers, with how much KV memory, how long a context; refused here or not at all
+    cores       which cores each has to itself, and which it may use while their owner is idle
     supervisor  watches the workers and restarts them under a new epoch; ``launcher`` starts their processes
     worker      one engine on one device, its role a policy of its scheduler; ``worker_process`` is its process
     nodes       workers of other nodes, which ``node`` runs there and offers over a ``link``: a TCP ``session`` that both prove

@@ -10,6 +10,7 @@ Exit codes: 0 done; 1 it failed while running (``status``: not ready; ``verify``
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import sys
@@ -281,9 +282,15 @@ def _load(arguments: argparse.Namespace) -> tuple[Config, Origins]:
 
 def _serve(arguments: argparse.Namespace) -> int:
     config, _ = _load(arguments)
-    from disagg.serve import run  # the server's imports take longer than --help should
+    from disagg.cores import host_cpus
+    from disagg.deployment import planned_roles  # --help should not take as long as these imports
+    from disagg.launcher import ProcessLauncher
 
-    return run(config)
+    with contextlib.closing(ProcessLauncher()) as launcher:
+        launcher.start_ahead(len(planned_roles(config, host_cpus())))
+        from disagg.serve import run  # nor the workers wait for this one, the longest
+
+        return run(config, launcher)
 
 
 def _worker(arguments: argparse.Namespace) -> int:

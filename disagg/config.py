@@ -74,6 +74,9 @@ class WorkersConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     mixed: Annotated[int, Meta(ge=1, le=64, description="number of workers where every one does both (colocated)")] = 1
     device: Annotated[Literal["cpu", "cuda", "auto"], Meta(description="where the workers run")] = "auto"
     pin_cpus: Annotated[bool, Meta(description="give each CPU worker cores of its own")] = True
+    lend_cpus: Annotated[
+        bool, Meta(description="while prefill or decode has nothing to do, let the other use its cores as well (with pin_cpus)")
+    ] = True
     start_s: Annotated[float, Meta(gt=0, description="seconds a worker may take to load")] = 300.0
     fallback: Annotated[
         bool, Meta(description="while no pair can serve, let the workers that are left do both prefill and decode")
@@ -117,6 +120,10 @@ class HandoffConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     chunk_tokens: Annotated[int, Meta(ge=1, description="most prompt tokens computed in one step")] = 512
+    pace_ms: Annotated[
+        float,
+        Meta(ge=0, le=1000, description="while prompts are computed: least time between decode steps; 0 = as fast as can be"),
+    ] = 0.0
     max_num_seqs: Annotated[int, Meta(ge=1, description="most sequences a worker runs at once")] = 256
     max_queue: Annotated[int, Meta(ge=0, description="requests that may wait for a worker; more get a 429")] = 1024
     max_attempts: Annotated[

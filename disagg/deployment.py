@@ -5,8 +5,6 @@ Everything that can be refused is refused here, before a process starts, with th
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import msgspec
 
 from disagg import grammar
 from disagg.config import Config, parse_size
+from disagg.cores import Cores, share_out
 from disagg.errors import ConfigError, StartupError
 from disagg.kv import KVLayout
 from disagg.messages import VERSION, Configure
@@ -22,6 +21,7 @@ from disagg.supervisor import Role
 
 _AUTO_KV_SHARE = 0.25  # of the memory that is free, for all workers together
 _AUTO_KV_MOST = 1 << 30
+_AUTO_KV_AMPLE = 384 << 20  # more only for sequences that run, not to keep what may be asked again
 _PREFILL_NICE = 10
 _GROWTH_BLOCKS = 1  # a sequence at full length still needs the slot of the token being sampled
 
@@ -44,25 +44,27 @@ def plan(
     *,
     vocab_size: int,
     run_id: str,
-    cpus: Sequence[int],
+    cpus: Sequence[Sequence[int]],
     free_nbytes: int,
     is_part: bool,
 ) -> Deployment:
-    """Decide. ``cpus`` are the cores this process may use, ``free_nbytes`` the memory that is free.
+    """Decide. ``cpus`` are the cores this process may use, by memory node, ``free_nbytes`` the memory that is free.
 
     ``is_part``: other nodes have workers of the same server, so that these need not be able to serve by themselves.
 
     Raises ConfigError or StartupError.
     """
     device = _device(config)
-    roles = _roles(config, cpus)
+    roles = planned_roles(config, cpus)
     if not is_part and (missing := {Role.PREFILL, Role.DECODE} - set(roles)) and Role.MIXED not in roles:
         names = " and ".join(f"workers.{role} = 0" for role in sorted(missing))
         raise ConfigError(f"{names}: nobody would do that; only with --cluster-listen can other nodes")
     dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
     layout = kv_layout(spec, dtype, config.kv.block_size, config.model.quantize, config.model.activations)
-    max_model_len, kv_nbytes = _kv_budget(config, spec, layout, len(roles), free_nbytes)
-    shares = _share(cpus, len(roles)) if config.workers.pin_cpus else [[] for _ in roles]
+    max_model_len, kv_nbytes, ample_nbytes = _kv_budget(config, spec, layout, len(roles), free_nbytes)
+    shares = [Cores([], []) for _ in roles]
+    if config.workers.pin_cpus:
+        shares = share_out(roles, cpus, lend=config.workers.lend_cpus)
     counts = dict.fromkeys(Role, 0)
     workers = []
     for role, share in zip(roles, shares, strict=True):
@@ -80,12 +82,15 @@ def plan(
                 activations=config.model.activations,
                 block_size=config.kv.block_size,
                 kv_nbytes=kv_nbytes,
+                kv_ample_nbytes=ample_nbytes,
                 max_model_len=max_model_len,
                 vocab_size=vocab_size,
                 chunk_tokens=config.scheduler.chunk_tokens,
                 max_num_seqs=config.scheduler.max_num_seqs,
                 prefix_cache=config.kv.prefix_cache,
-                cpus=share,
+                cpus=share.own,
+                lent_cpus=share.lent,
+                pace_s=config.scheduler.pace_ms / 1e3,
                 nice=_nice(role),
                 poison=config.kv.poison,
                 verify_kv=config.kv.verify,
@@ -112,10 +117,6 @@ def longest_sequence(kv_nbytes: int, layout: KVLayout) -> int:
     return (kv_nbytes // layout.block_nbytes - _GROWTH_BLOCKS) * layout.block_size
 
 
-def host_cpus() -> list[int]:
-    return sorted(os.sched_getaffinity(0))
-
-
 def free_memory() -> int:
     """Bytes that processes of this host, or of this control group if it is limited, can still take."""
     meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -136,34 +137,27 @@ def _device(config: Config) -> str:
     return "cpu"
 
 
-def _roles(config: Config, cpus: Sequence[int]) -> list[Role]:
+def planned_roles(config: Config, cpus: Sequence[Sequence[int]]) -> list[Role]:
     workers, num_workers = config.workers, config.workers.prefill + config.workers.decode
-    if workers.mode == "colocated" or (workers.mode == "auto" and len(cpus) < num_workers):
+    if workers.mode == "colocated" or (workers.mode == "auto" and sum(map(len, cpus)) < num_workers):
         return [Role.MIXED] * workers.mixed
     return [Role.PREFILL] * workers.prefill + [Role.DECODE] * workers.decode
 
 
-def _share(cpus: Sequence[int], num_workers: int) -> list[list[int]]:
-    """Cores for each worker: disjoint and as even as can be; none of their own where there are fewer cores than workers."""
-    if not 0 < num_workers <= len(cpus):
-        return [[] for _ in range(num_workers)]
-    bounds = [index * len(cpus) // num_workers for index in range(num_workers + 1)]
-    return [list(cpus[begin:end]) for begin, end in itertools.pairwise(bounds)]
-
-
-def _kv_budget(config: Config, spec: ModelSpec, layout: KVLayout, num_workers: int, free_nbytes: int) -> tuple[int, int]:
-    """(longest sequence in tokens, bytes of each worker's pool)."""
+def _kv_budget(config: Config, spec: ModelSpec, layout: KVLayout, num_workers: int, free_nbytes: int) -> tuple[int, int, int]:
+    """(longest sequence in tokens, bytes of each worker's pool, bytes of it that cached blocks may make it use)."""
     block_nbytes = layout.block_nbytes
     wanted_len = config.model.max_model_len or spec.max_position
     if wanted_len > spec.max_position:
         raise ConfigError(f"model.max_model_len = {wanted_len}: the model was made for at most {spec.max_position} tokens")
     if not num_workers:
-        return wanted_len, 0
+        return wanted_len, 0, 0
     if config.kv.memory == "auto":
         most_useful = config.scheduler.max_num_seqs * (layout.num_blocks(wanted_len) + _GROWTH_BLOCKS) * block_nbytes
         kv_nbytes = int(min(free_nbytes * _AUTO_KV_SHARE / num_workers, _AUTO_KV_MOST, most_useful))
+        ample_nbytes = min(kv_nbytes, _AUTO_KV_AMPLE)
     else:
-        kv_nbytes = parse_size(config.kv.memory)
+        kv_nbytes = ample_nbytes = parse_size(config.kv.memory)
         if kv_nbytes * num_workers > free_nbytes:
             raise StartupError(
                 f"kv.memory = {config.kv.memory} for each of {num_workers} workers needs "
@@ -176,4 +170,4 @@ def _kv_budget(config: Config, spec: ModelSpec, layout: KVLayout, num_workers: i
             f"a KV pool of {kv_nbytes / 2**20:.0f} MiB holds {max(0, fits_len)} tokens; "
             f"set kv.memory to {-(-needed // 2**20)}MiB or more, or a smaller model.max_model_len"
         )
-    return min(wanted_len, fits_len), kv_nbytes // block_nbytes * block_nbytes
+    return min(wanted_len, fits_len), kv_nbytes // block_nbytes * block_nbytes, ample_nbytes

@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.text import Text
 
 from disagg.config import Config
-from disagg.deployment import free_memory, host_cpus, plan
+from disagg.cores import host_cpus
+from disagg.deployment import free_memory, plan
 from disagg.errors import ConfigError, DisaggError
 from disagg.handoff.host_pool import create_pool, populate
 from disagg.model import ModelFiles, find_model, read_model_spec
@@ -161,7 +162,7 @@ _CPU_NAMES = {
 
 def cpu(flags: set[str]) -> Check:
     found = [name for flag, name in _CPU_NAMES.items() if flag in flags]
-    finding = f"{len(host_cpus())} cores, {', '.join(found) or 'no vector instructions that are known'}"
+    finding = f"{sum(map(len, host_cpus()))} cores, {', '.join(found) or 'no vector instructions that are known'}"
     if not flags & {"avx2", "asimd"}:
         return Check("cpu", Verdict.WARN, finding, "expect slow answers: use a CPU with AVX2, or a GPU")
     return Check("cpu", Verdict.PASS, finding)
@@ -190,7 +191,7 @@ def _shared_memory() -> Check:
     try:
         populate(mapping)
     finally:
-        mapping.close()
+        mapping.release()
         os.close(fd)
     return Check("shared memory", Verdict.PASS, "anonymous memory files, sealed; /dev/shm is not used")
 

@@ -186,14 +186,16 @@ class Compiler:
 
 
 class LateCompiler:
-    """A Compiler that ``make`` makes in a thread of its own, from ``start`` on. Who asks before it is there waits for it."""
+    """A Compiler that ``make`` makes in a thread of its own, soon after ``start``. Who asks before it is there waits for it."""
 
     def __init__(self, make: Callable[[], Compiler]) -> None:
         self._make = make
         self._compiler: Future[Compiler] = Future()
 
-    def start(self) -> None:
-        threading.Thread(target=self._run, name="grammar vocabulary", daemon=True).start()
+    def start(self, delay_s: float = 0.0) -> None:
+        thread = threading.Timer(delay_s, self._run)
+        thread.name, thread.daemon = "grammar vocabulary", True
+        thread.start()
 
     def matcher(self, grammar: str, stop_token_ids: Collection[int]) -> Matcher:
         return self._made().matcher(grammar, stop_token_ids)

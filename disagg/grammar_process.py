@@ -18,8 +18,8 @@ import signal
 import sys
 
 from disagg.errors import GrammarError
-from disagg.grammar import Compiler
-from disagg.model import find_model, read_model_spec
+from disagg.grammar import Compiler, Vocabulary
+from disagg.model import ModelFiles, find_model, forget_files, read_model_spec
 from disagg.text.grammar_vocabulary import grammar_vocabulary
 from disagg.text.tokenizer import load_tokenizer
 
@@ -32,9 +32,8 @@ def main() -> None:
     _die_with(int(sys.argv[2]))
     os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    files = find_model(sys.argv[1])
-    tokenizer = load_tokenizer(files)
-    compiler = Compiler(grammar_vocabulary(tokenizer, min(read_model_spec(files).vocab_size, tokenizer.vocab_size)))
+    compiler = Compiler(_vocabulary(find_model(sys.argv[1])))
+    forget_files()
     _tell(None)  # ready
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that see others die
     own_pid = os.getpid()
@@ -44,6 +43,11 @@ def main() -> None:
             _die_with(own_pid)
             _try(compiler, number, grammar, cpu_s)
             os._exit(0)
+
+
+def _vocabulary(files: ModelFiles) -> Vocabulary:
+    tokenizer = load_tokenizer(files)
+    return grammar_vocabulary(tokenizer, min(read_model_spec(files).vocab_size, tokenizer.vocab_size))
 
 
 def _try(compiler: Compiler, number: int, grammar: str, cpu_s: float) -> None:

@@ -15,11 +15,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from disagg.channel import Channel
+from disagg.cores import Cores, Occupancy
 from disagg.errors import StartupError
 from disagg.messages import Configure, Message
+
+_FIRST_EPOCH = 1
 
 _ENVIRONMENT = {
     # glibc gives large buffers back to the kernel when they are freed, and the next step faults its pages in again: 2,000
@@ -68,27 +71,61 @@ class Launcher(Protocol):
         ...
 
 
+class Started(NamedTuple):
+    """A worker's process, not yet in anybody's care, and the parent's end of its socket."""
+
+    process: subprocess.Popen[bytes]
+    socket: socket.socket
+
+    def end(self) -> None:
+        self.socket.close()
+        self.process.kill()
+        self.process.wait()
+
+
 class ProcessLauncher:
-    """Workers as child processes of this one."""
+    """Workers as child processes of this one.
+
+    ``start_ahead`` starts processes before it is known what for: while this process imports its libraries and reads the model,
+    they import theirs, which is 1.3 s of the 1.7 s that a worker of the built-in model needs until it is ready. Each becomes the
+    first incarnation of a worker; ``close`` ends those that never did.
+    """
+
+    def __init__(self) -> None:
+        """Raises OSError."""
+        self._ahead: list[Started] = []
+        self._occupancy = Occupancy()
+
+    def start_ahead(self, count: int) -> None:
+        """Of what the host cannot give now nothing is said: ``launch`` will."""
+        with contextlib.suppress(OSError):
+            for _ in range(count):
+                self._ahead.append(start_process(_FIRST_EPOCH, self._occupancy))
+
+    def close(self) -> None:
+        while self._ahead:
+            self._ahead.pop().end()
 
     def launch(self, settings: Configure, on_message: OnMessage, on_exit: OnExit) -> ProcessHandle:
         try:
-            return ProcessHandle(settings, on_message, on_exit)
+            return ProcessHandle(settings, self._take(settings.epoch), self._occupancy, on_message, on_exit)
         except OSError as error:  # no descriptor, process or memory to be had: perhaps only for now
             raise StartupError(f"cannot start a process: {error}") from error
 
+    def _take(self, epoch: int) -> Started:
+        return self._ahead.pop(0) if self._ahead and epoch == _FIRST_EPOCH else start_process(epoch, self._occupancy)
+
 
 class ProcessHandle:
-    def __init__(self, settings: Configure, on_message: OnMessage, on_exit: OnExit) -> None:
+    def __init__(
+        self, settings: Configure, started: Started, occupancy: Occupancy, on_message: OnMessage, on_exit: OnExit
+    ) -> None:
         self._on_exit = on_exit
-        self._process = WorkerProcess(settings.epoch, self._exited)
+        cores = Cores(settings.cpus, settings.lent_cpus)
+        self._process = WorkerProcess(started, cores, occupancy, self._exited)
         self.pid = self._process.pid
         self._channel = Channel(self._process.socket, settings.epoch, on_message, self._channel_closed)
         self._channel_error: Exception | None = None
-        if settings.cpus:
-            with contextlib.suppress(OSError):  # the worker says so itself
-                # Before it reads its settings: its interpreter must not load on a core where another worker computes.
-                os.sched_setaffinity(self.pid, settings.cpus)
         self.send(settings)
 
     @property
@@ -119,28 +156,28 @@ class ProcessHandle:
 
 
 class WorkerProcess:
-    """A worker's process and the parent's end of its ``socket``, which whoever uses it must close."""
+    """A worker's process and the parent's end of its ``socket``, which whoever uses it must close.
 
-    def __init__(self, epoch: int, on_exit: OnExit) -> None:
+    From now until it has gone or says otherwise it wants its own cores: it loads there, without help and without being slowed.
+    """
+
+    def __init__(self, started: Started, cores: Cores, occupancy: Occupancy, on_exit: OnExit) -> None:
         """Raises OSError, with nothing left behind, when the host cannot give what it needs."""
+        self._cores, self._occupancy = cores, occupancy
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
-        self.socket, theirs = socket.socketpair()
-        with theirs:
-            try:
-                self._process = _start(theirs.fileno(), epoch)
-            except BaseException:
-                self.socket.close()
-                raise
+        self._process, self.socket = started
         self.pid = self._process.pid
         try:
             self._pidfd = os.pidfd_open(self.pid)
         except BaseException:
-            self.socket.close()
-            self._process.kill()
-            self._process.wait()
+            started.end()
             raise
         self._loop.add_reader(self._pidfd, self._exited)
+        if cores.own:
+            with contextlib.suppress(OSError):  # the worker says so itself
+                os.sched_setaffinity(self.pid, cores.own)
+        occupancy.mark(cores.own, True)
 
     def kill(self) -> None:
         if self._pidfd >= 0:
@@ -158,14 +195,26 @@ class WorkerProcess:
         os.close(self._pidfd)
         self._pidfd = -1
         code = self._process.wait()
+        self._occupancy.forget(self._cores)
         self._on_exit(f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}")
 
 
-def _start(fd: int, epoch: int) -> subprocess.Popen[bytes]:
+def start_process(epoch: int, occupancy: Occupancy) -> Started:
+    """A process that waits for its settings. Raises OSError, with nothing left behind, when the host cannot give one."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            return Started(_start(theirs.fileno(), epoch, occupancy.fd), ours)
+        except BaseException:
+            ours.close()
+            raise
+
+
+def _start(fd: int, epoch: int, occupancy_fd: int) -> subprocess.Popen[bytes]:
     """``-P``: a worker must not import what lies in the directory that the server was started in."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "disagg.worker_process", str(fd), str(os.getpid()), str(epoch)],
-        pass_fds=[fd],
+        [sys.executable, "-P", "-m", "disagg.worker_process", str(fd), str(os.getpid()), str(epoch), str(occupancy_fd)],
+        pass_fds=[fd, occupancy_fd],
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr,  # ours belongs to what the user asked for
         start_new_session=True,

@@ -49,7 +49,7 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag=True):
     chunk_tokens: int  # most prompt tokens of one step
     max_num_seqs: int
     prefix_cache: bool
-    cpus: list[int]  # the cores this worker may use; empty = all
+    cpus: list[int]  # the cores that are its own; empty = it runs on all
     nice: int
     poison: bool  # fill new pools with NaN so that a read of an unwritten slot shows
     log: LogConfig
@@ -57,8 +57,11 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag=True):
     has_far_peers: bool = False  # it hands over to, or from, workers that are reached by address
     handoff: HandoffConfig = HandoffConfig()
     has_grammars: bool = False  # requests may come with one (SamplingParams.grammar)
+    lent_cpus: list[int] = []  # the cores that it may use while their owners have nothing to do
+    pace_s: float = 0.0  # decode's steps begin no closer than this while the owners of those have something to do
     quantize: str = "none"
     activations: str = "int8"
+    kv_ample_nbytes: int = 0  # where the pool stops to grow for cached blocks' sake; 0 = its end
 
 
 class Connect(msgspec.Struct, frozen=True, array_like=True, tag=True):

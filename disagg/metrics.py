@@ -22,6 +22,7 @@ from disagg.supervisor import WorkerInfo
 
 _STAGE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
+_LAG_BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 5)
 _RATE_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _TOKEN_BUCKETS = tuple(1 << power for power in range(18))
 
@@ -35,6 +36,7 @@ class Metrics(Collector):
         self.itl = Distribution(_ITL_BUCKETS)
         self.tpot = Distribution(_ITL_BUCKETS)
         self.e2e = Distribution(_STAGE_BUCKETS)
+        self.loop_lag = Distribution(_LAG_BUCKETS)
         self.stages = {stage: Distribution(_STAGE_BUCKETS) for stage in (*STAGES.values(), FIRST_DECODE)}
         self.prompt_lengths = Distribution(_TOKEN_BUCKETS)
         self.answer_lengths = Distribution(_TOKEN_BUCKETS)
@@ -59,6 +61,7 @@ class Metrics(Collector):
         self.observe_ttft: Callable[[float], None] = self.ttft.observe
         self.observe_itl: Callable[[float], None] = self.itl.observe
         self.observe_e2e: Callable[[float], None] = self.e2e.observe
+        self.observe_loop_lag: Callable[[float], None] = self.loop_lag.observe
         self.observe_corrupted_block: Callable[[], None] = self._corrupted.inc
         r.register(self)
 
@@ -107,6 +110,7 @@ class Metrics(Collector):
             ("disagg_itl_seconds", "Gap between tokens of one stream", self.itl),
             ("disagg_tpot_seconds", "Mean time per token after the first, of one request", self.tpot),
             ("disagg_e2e_seconds", "Arrival to last token", self.e2e),
+            ("disagg_event_loop_lag_seconds", "How late the server's event loop comes to what is due", self.loop_lag),
             ("disagg_request_prompt_tokens", "Prompt tokens of one request", self.prompt_lengths),
             ("disagg_request_generated_tokens", "Tokens generated for one request", self.answer_lengths),
         ):

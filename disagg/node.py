@@ -26,10 +26,12 @@ from disagg import __version__
 from disagg import log as logging_setup
 from disagg.channel import Pipe
 from disagg.config import Config, parse_address
-from disagg.deployment import free_memory, host_cpus, plan
+from disagg.cores import Cores, Occupancy, host_cpus
+from disagg.deployment import free_memory, plan
 from disagg.errors import LinkError, StartupError
-from disagg.launcher import WorkerProcess
+from disagg.launcher import WorkerProcess, start_process
 from disagg.link import Link, tls_of_node
+from disagg.messages import Configure
 from disagg.model import find_model, read_model_spec
 from disagg.session import Activity, Beat, Bye, Data, Exited, Kill, Launch, LinkMessage, Offer, Refused, Side, Welcome, read_token
 from disagg.text.tokenizer import load_tokenizer
@@ -55,14 +57,22 @@ def run(config: Config, address: str, name: str) -> int:
 class Relay:
     """A worker process of this node, and the bytes that pass between it and the head."""
 
-    def __init__(self, worker: str, epoch: int, send: Callable[[LinkMessage], None], on_gone: Callable[[Relay], None]) -> None:
+    def __init__(
+        self,
+        settings: Configure,
+        epoch: int,
+        occupancy: Occupancy,
+        send: Callable[[LinkMessage], None],
+        on_gone: Callable[[Relay], None],
+    ) -> None:
         """Raises OSError when no process can be started."""
-        self.worker, self.epoch = worker, epoch
+        self.worker, self.epoch = settings.worker, epoch
         self.pool_fd = -1
         self.gone = asyncio.Event()
         self._send = send
         self._on_gone = on_gone
-        self._process = WorkerProcess(epoch, self._exited)
+        cores = Cores(settings.cpus, settings.lent_cpus)
+        self._process = WorkerProcess(start_process(epoch, occupancy), cores, occupancy, self._exited)
         self._pipe = Pipe(self._process.socket, self._received, self._closed)
 
     def write(self, data: bytes, fds: list[int]) -> None:
@@ -126,6 +136,7 @@ class Member:
             raise StartupError("workers.prefill and workers.decode are 0: a node that joins brings at least one worker")
         self._offer = Offer(name, __version__, files.name, deployment.layout, workers)
         self._running: dict[str, Relay] = {}
+        self._occupancy = Occupancy()
         self._link: Link | None = None
         self._ended: asyncio.Future[LinkError] | None = None
         self._has_joined = False  # since it last dialled
@@ -248,13 +259,14 @@ class Member:
 
     def _launch(self, link: Link, message: Launch) -> None:
         cause = ""
-        if message.worker not in (worker.worker for worker in self._offer.workers):
+        offered = next((worker for worker in self._offer.workers if worker.worker == message.worker), None)
+        if offered is None:
             cause = "this node has not offered it"
         elif message.worker in self._running:
             cause = f"epoch {self._running[message.worker].epoch} of it is still running"
         else:
             try:
-                self._running[message.worker] = Relay(message.worker, message.epoch, link.send, self._gone)
+                self._running[message.worker] = Relay(offered, message.epoch, self._occupancy, link.send, self._gone)
             except OSError as error:  # no descriptor, process or memory to be had: perhaps only for now
                 cause = f"cannot start a process: {error}"
         if cause:

@@ -298,6 +298,7 @@ class Nodes:
             run_id=self._run_id,
             max_model_len=self._deployment.max_model_len,
             chunk_tokens=scheduler.chunk_tokens,
+            pace_s=scheduler.pace_ms / 1e3,
             max_num_seqs=scheduler.max_num_seqs,
             prefix_cache=kv.prefix_cache,
             poison=kv.poison,

@@ -8,6 +8,7 @@ first signal: drain (no new requests, running streams finish) ─▶ workers end
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import itertools
 import os
@@ -16,6 +17,7 @@ import secrets
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -31,15 +33,16 @@ from disagg.api.form_checker import FormChecker
 from disagg.api.services import Services
 from disagg.api.tls import certificate
 from disagg.config import Config, ServerConfig
+from disagg.cores import host_cpus
 from disagg.credentials import ApiKeys
-from disagg.deployment import Deployment, free_memory, host_cpus, plan
+from disagg.deployment import Deployment, free_memory, plan
 from disagg.drain import admin_socket
 from disagg.errors import ConfigError, StartupError
 from disagg.flip import Flipper
 from disagg.launcher import ProcessLauncher
 from disagg.messages import Message
 from disagg.metrics import Metrics, WorkerCollector
-from disagg.model import find_model, read_model_spec
+from disagg.model import find_model, forget_files, read_model_spec
 from disagg.nodes import Nodes
 from disagg.notify import Condition, ServiceManager
 from disagg.operations import Operations
@@ -59,14 +62,15 @@ log = structlog.get_logger(__name__)
 
 _KEEPALIVE_TIMEOUT_S = 120.0  # longer than the pools of common clients and proxies keep an idle connection (up to 90 s)
 _NO_PATH = "no KV path between workers is verified yet"
+_LAG_EVERY_S = 0.05
 _ENDING_S = 2.0  # after the last stream has ended, for its last bytes to leave
 
 
-def run(config: Config) -> int:
+def run(config: Config, launcher: ProcessLauncher) -> int:
     """Serve until a signal. Returns the exit code; raises ConfigError or StartupError when it cannot begin or go on."""
     logging_setup.configure(config.log)
     try:
-        uvloop.run(Server(config).serve())
+        uvloop.run(Server(config, launcher).serve())
     except BaseExceptionGroup as group:
         failures, others = group.split(StartupError)
         if failures is None or others is not None:
@@ -78,11 +82,11 @@ def run(config: Config) -> int:
 class Server:
     """All parts of one server, and what they tell each other."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, launcher: ProcessLauncher) -> None:
         """Reads the model's description and plans the workers; starts nothing. Raises ConfigError or StartupError."""
         self.config = config
         self.run_id = secrets.token_hex(4)
-        self.started = time.monotonic()
+        self.started = time.monotonic() - _process_age_s()
         self.keys = ApiKeys(config.server.api_key_file, os.environ)
         _refuse_exposure(config.server, has_keys=bool(self.keys))
         self.certificate = certificate(config.server.tls_cert, config.server.tls_key)
@@ -94,6 +98,7 @@ class Server:
         template = None if self.chat_template is None else self.chat_template.source
         self.tools = tool_support(config.model.tool_parser, template, self.tokenizer)
         self.forms = FormChecker(config.model.path) if grammar.is_installed() else None
+        forget_files()
         self.vocab_size = min(spec.vocab_size, self.tokenizer.vocab_size)
         self.deployment: Deployment = plan(
             config,
@@ -108,7 +113,7 @@ class Server:
         self.tracing = _tracing(config.tracing.otlp_endpoint, self.model_name, self.run_id)
         mint = itertools.count(1)
         self.metrics = Metrics()
-        self.supervisor = Supervisor(self.deployment.workers, config.workers, ProcessLauncher(), observer=self)
+        self.supervisor = Supervisor(self.deployment.workers, config.workers, launcher, observer=self)
         self.workers = self.supervisor.workers
         self.nodes: Nodes | None = None
         if config.cluster.listen:
@@ -147,12 +152,11 @@ class Server:
         runner, url = await self._listen(services)
         admin: AdminListener | None = None
         try:
-            if self.forms is not None:
-                await self.forms.start()
             admin = await self._listen_to_admin(services, int(url.rpartition(":")[2]))
             async with asyncio.TaskGroup() as tasks:
                 telling = tasks.create_task(self._manager.keep_told(self._condition), name="service manager")
                 keeping = tasks.create_task(self.supervisor.run(), name="supervisor")
+                lagging = tasks.create_task(self._watch_loop(), name="loop lag")
                 if self.nodes is not None:
                     await self.nodes.listen()
                 announcing = tasks.create_task(self._announce(url), name="announce")
@@ -165,6 +169,7 @@ class Server:
                 await self.supervisor.aclose()
                 keeping.cancel()
                 telling.cancel()
+                lagging.cancel()
         finally:
             if self.nodes is not None:
                 self.nodes.admit_no_more()
@@ -318,6 +323,16 @@ class Server:
             sys.stdout.flush()
         except OSError as error:  # nobody reads it; the log has said the same
             log.debug("ready line not written", reason=str(error))
+        if self.forms is not None:  # not before: its process would load on the workers' cores
+            with contextlib.suppress(ConnectionError):  # the first form tries again, and tells what is in the way
+                await self.forms.start()
+
+    async def _watch_loop(self) -> None:
+        """While the workers keep the cores busy, this process must still run at once."""
+        while True:
+            due = time.monotonic() + _LAG_EVERY_S
+            await asyncio.sleep(_LAG_EVERY_S)
+            self.metrics.observe_loop_lag(max(0.0, time.monotonic() - due))
 
     def _on_verified(self) -> None:
         self.router.on_change()
@@ -378,6 +393,7 @@ def _worker_status(worker: WorkerInfo, now: float) -> dict[str, Any]:
         "cause": worker.cause,
         "device": worker.settings.device,
         "cpus": worker.settings.cpus,
+        "lent_cpus": worker.settings.lent_cpus,
         "restarts": worker.restarts,
         "heartbeat_age_s": round(now - worker.heard_at, 2),
         "requests": {"waiting": stats.waiting if stats else 0, "running": stats.running if stats else 0},
@@ -420,6 +436,12 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _process_age_s() -> float:
+    """Since the command was given: imports take a good part of the time until the server is ready."""
+    started = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
 def _raise_file_limit() -> None:

@@ -61,7 +61,7 @@ class Worker:
         self._engine = engine
         self._transports = transports
         self._send = send
-        self.pool = BlockPool(len(pool) // layout.block_nbytes)
+        self.pool = BlockPool(len(pool) // layout.block_nbytes, settings.kv_ample_nbytes // layout.block_nbytes)
         self.scheduler = Scheduler(
             self.pool,
             block_size=layout.block_size,

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lowest first. A part imports parts of lower layers only; parts of one layer do not know each other.
 LAYERS: list[set[str]] = [
     {"disagg"},
-    {"errors", "distribution"},
+    {"errors", "distribution", "cores"},
     {"config"},
     {"settings", "log", "credentials", "notify", "units", "drain"},
     {"request", "kv", "grammar", "kernels"},

@@ -38,15 +38,21 @@ _MOVES = {
 
 
 class BlockPool:
-    """Ownership of ``num_blocks`` blocks. Pure book-keeping: it never touches the memory."""
+    """Ownership of ``num_blocks`` blocks. Pure book-keeping: it never touches the memory.
 
-    def __init__(self, num_blocks: int) -> None:
+    Memory is taken from the lowest block on, as it is first used. Once ``ample`` blocks have been (0 = all), cached ones are
+    evicted before more is taken, so that only sequences that really run at once can make the pool larger.
+    """
+
+    def __init__(self, num_blocks: int, ample: int = 0) -> None:
         self.num_blocks = num_blocks
+        self.num_touched = 0  # no block from this number on has ever been given out
+        self._ample = ample or num_blocks
         self.counts = dict.fromkeys(BlockState, 0)
         self.counts[BlockState.FREE] = num_blocks
         self._state = [BlockState.FREE] * num_blocks
         self._refs = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = list(range(num_blocks - 1, -1, -1))  # given out from the end: those used before first, then the lowest
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
@@ -67,12 +73,13 @@ class BlockPool:
         """Take ``count`` blocks into ``state``, evicting cached ones as needed. Raises OutOfBlocksError, taking none."""
         if count > self.num_available:
             raise OutOfBlocksError(f"{count} KV blocks asked for, {self.num_available} of {self.num_blocks} available")
-        while len(self._free) < count:
+        while self._cached and self._num_untouched(count) > max(0, self._ample - self.num_touched):
             self._evict_oldest()
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
             self._move(block, state)
             self._refs[block] = 1
+        self.num_touched = max(self.num_touched, max(blocks, default=-1) + 1)
         return blocks
 
     def use(self, blocks: Iterable[int]) -> None:
@@ -119,6 +126,10 @@ class BlockPool:
             else:
                 self._move(block, BlockState.FREE)
                 self._free.append(block)
+
+    def _num_untouched(self, count: int) -> int:
+        """How many of the next ``count`` blocks would be ones that were never used; not above 0: none."""
+        return count - (len(self._free) - (self.num_blocks - self.num_touched))
 
     def _evict_oldest(self) -> None:
         block, _ = self._cached.popitem(last=False)

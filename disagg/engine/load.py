@@ -31,6 +31,7 @@ def load_engine(
     vocab_size: int,
     device: str,
     progress: Progress,
+    num_threads: int = 0,
     quantize: str = "none",
     activations: str = "int8",
     compiler: Matchers | None = None,
@@ -39,7 +40,8 @@ def load_engine(
 
     ``dtype``: float32 or bfloat16. ``quantize``: none, or int8 for weights that are stored as floats. ``activations``: int8 or
     float32, what quantised weights are multiplied with; torch alone always computes as for float32. ``vocab_size``: the
-    tokenizer's; ids at and above it are never sampled. ``compiler``: for requests with a grammar; None = there will be none.
+    tokenizer's; ids at and above it are never sampled. ``num_threads``: to compute with; 0 = as many as torch found cores, which
+    may have been before this process was confined to some. ``compiler``: for requests with a grammar; None = there will be none.
 
     Raises ConfigError, or UnsupportedModelError for weights that do not fit the model's description.
     """
@@ -51,6 +53,8 @@ def load_engine(
         raise ConfigError(f"workers.device: {device!r} is not supported by this version; use cpu")
     if dtype not in _DTYPES:
         raise ConfigError(f"model.dtype: {dtype!r}; supported: {', '.join(_DTYPES)}")
+    if num_threads:
+        torch.set_num_threads(num_threads)
     expected = tensor_shapes(spec)
 
     def build(weights: GgufWeights | SafetensorsWeights) -> Model:

@@ -94,7 +94,8 @@ class TorchEngine:
         best, is_finite = greatest(logits)
         if not all(is_finite):
             kept = [row for row, is_good in enumerate(is_finite) if is_good]
-            logits, best, ends, rows = logits[kept], *([part[row] for row in kept] for part in (best, ends, rows))
+            logits, best = logits[kept], [best[row] for row in kept]
+            ends, rows = [ends[row] for row in kept], [rows[row] for row in kept]
         for index, (token, logprobs) in zip(ends, sample(logits, rows, best)):
             try:
                 samples[index] = Sample(token, logprobs, is_complete=self._grammars.read(batch[index].sequence, token))

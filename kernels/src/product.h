@@ -54,7 +54,7 @@ inline void multiply_tile(float* acc, int64_t acc_stride, const float* x, int64_
     for (const float* const* at = w.at + first; depth > 0; depth -= w.length, x += w.length, at += w.num_panels, next += w.num_panels)
         for (int k = 0; k < std::min(depth, w.length); ++k) {
             if constexpr (R <= FEW)
-                for (int p = 0; p < NUM; ++p) __builtin_prefetch(next[p] + k * w.stride);
+                for (int p = 0; p < NUM; ++p) __builtin_prefetch(next[p] + k * w.stride, 0, 2);
             vf row[NUM][NV];
             for (int p = 0; p < NUM; ++p)
                 for (int v = 0; v < NV; ++v) row[p][v] = load(at[p] + k * w.stride + v * LANES);

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.process.harness import DEADLINE_S, Server, alive, terminate, until
@@ -165,7 +166,8 @@ def test_kill_9_of_the_parent_leaves_no_process_and_no_memory() -> None:
 def test_a_stopped_worker_dies_with_its_parent_all_the_same() -> None:
     """A worker that cannot run a single instruction of its own (SIGSTOP) is gone within 3 s of the parent."""
     with server() as running:
-        children = running.children
+        running.complete("hello", structured_outputs={"choice": ["yes"]})  # once ready, a process for this one is started, too
+        children = psutil.Process(running.process.pid).children(recursive=True)
         assert len(alive(children)) >= 2
         for child in children:
             child.suspend()

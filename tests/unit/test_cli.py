@@ -14,6 +14,7 @@ import disagg
 from disagg import chat, cli
 from disagg.config import Config
 from disagg.errors import ConfigError, StartupError
+from disagg.launcher import ProcessLauncher
 from disagg.settings import SETTINGS, dump_toml, load_config
 
 
@@ -22,7 +23,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """Stands in for the server: the configurations that ``disagg serve`` was run with."""
     configs: list[Config] = []
 
-    def run(config: Config) -> int:
+    def run(config: Config, launcher: ProcessLauncher) -> int:
         configs.append(config)
         return 7
 
@@ -30,10 +31,15 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     return configs
 
 
-def stand_in_for_serve(monkeypatch: pytest.MonkeyPatch, run: Callable[[Config], int]) -> None:
+def stand_in_for_serve(
+    monkeypatch: pytest.MonkeyPatch,
+    run: Callable[[Config, ProcessLauncher], int],
+    start_ahead: Callable[[ProcessLauncher, int], None] = lambda launcher, count: None,
+) -> None:
     module = types.ModuleType("disagg.serve")
     module.run = run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "disagg.serve", module)
+    monkeypatch.setattr(ProcessLauncher, "start_ahead", start_ahead)
 
 
 def usage_error(*argv: str) -> int:
@@ -58,6 +64,20 @@ def test_serve_reads_the_file_and_the_environment(served: list[Config], tmp_path
     assert cli.main(["serve", "--config", str(tmp_path / "a.toml"), "--port", "4"]) == 7
     (config,) = served
     assert (config.server.port, config.workers.prefill, config.workers.decode) == (4, 3, 2)
+
+
+def test_workers_load_while_the_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many processes as there will be workers are started before the server is imported; none for wrong settings."""
+    counts: list[int] = []
+
+    def start_ahead(launcher: ProcessLauncher, count: int) -> None:
+        counts.append(count)
+
+    stand_in_for_serve(monkeypatch, lambda config, launcher: 0, start_ahead)
+    assert cli.main(["serve", "--mode", "disagg", "--prefill", "2", "--decode", "3"]) == 0
+    assert cli.main(["serve", "--mode", "colocated", "--mixed", "4"]) == 0
+    assert cli.main(["serve", "--mixed", "none"]) == 2
+    assert counts == [5, 4]
 
 
 def test_every_setting_is_in_the_help_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +122,7 @@ def test_exit_codes_tell_whose_fault_it_is(
 ) -> None:
     """1: the host cannot; 2: the settings are wrong; 130: interrupted, silently."""
 
-    def run(config: Config) -> int:
+    def run(config: Config, launcher: ProcessLauncher) -> int:
         raise raised
 
     stand_in_for_serve(monkeypatch, run)
@@ -113,7 +133,7 @@ def test_exit_codes_tell_whose_fault_it_is(
 def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has no name in disagg.errors keeps its traceback."""
 
-    def run(config: Config) -> int:
+    def run(config: Config, launcher: ProcessLauncher) -> int:
         raise ZeroDivisionError
 
     stand_in_for_serve(monkeypatch, run)

@@ -72,7 +72,7 @@ def values_of(setting: Setting) -> st.SearchStrategy[Any]:
     low = setting.meta.ge if setting.meta.ge is not None else setting.meta.gt or 0
     if setting.type is int:
         return st.integers(int(low), int(setting.meta.le or 2**40))
-    return st.floats(low, exclude_min=setting.meta.gt is not None, allow_infinity=False, allow_nan=False)
+    return st.floats(low, setting.meta.le, exclude_min=setting.meta.gt is not None, allow_infinity=False, allow_nan=False)
 
 
 some_settings = st.fixed_dictionaries({}, optional={name: values_of(setting) for name, setting in SETTINGS.items()})

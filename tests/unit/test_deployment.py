@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
 import msgspec
@@ -23,7 +22,7 @@ MIB = 1 << 20
 
 
 def planned(config: Config, *, cpus: int = 2, free_nbytes: int = 1 << 34) -> Deployment:
-    return plan(config, FILES, SPEC, vocab_size=259, run_id="r", cpus=range(cpus), free_nbytes=free_nbytes, is_part=False)
+    return plan(config, FILES, SPEC, vocab_size=259, run_id="r", cpus=[range(cpus)], free_nbytes=free_nbytes, is_part=False)
 
 
 @given(nbytes=st.integers(4096, 4 * MIB), block_size=st.integers(1, 64))
@@ -59,6 +58,23 @@ def test_a_context_that_does_not_fit_is_refused_with_the_size_that_would_do(want
             planned(config(f"{int(needed) - 1}MiB"))
 
 
+def test_a_pool_that_nobody_asked_for_is_kept_small_by_evicting() -> None:
+    """Beyond 384 MiB only running sequences make an automatic pool grow. One whose size was asked for is for the cache, too."""
+    files = find_model("smollm2")
+    spec = read_model_spec(files)
+
+    def pool(memory: str, free_nbytes: int) -> tuple[int, int]:
+        config = Config(kv=KVConfig(memory=memory))
+        (worker, _) = plan(
+            config, files, spec, vocab_size=9, run_id="r", cpus=[range(2)], free_nbytes=free_nbytes, is_part=False
+        ).workers
+        return round(worker.kv_nbytes / MIB), round(worker.kv_ample_nbytes / MIB)
+
+    assert pool("auto", 16 << 30) == (1024, 384)
+    assert pool("auto", 2 << 30) == (256, 256)
+    assert pool("2GiB", 16 << 30) == (2048, 2048)
+
+
 def test_pools_that_are_not_there_are_refused_with_what_they_need_and_what_is_free() -> None:
     """All workers together: each pool alone would fit."""
     config = Config(kv=KVConfig(memory="1GiB"), workers=WorkersConfig(prefill=2, decode=2))
@@ -67,21 +83,27 @@ def test_pools_that_are_not_there_are_refused_with_what_they_need_and_what_is_fr
         planned(config, cpus=4, free_nbytes=3 << 30)
 
 
-@given(num_cpus=st.integers(1, 12), prefill=st.integers(1, 4), decode=st.integers(1, 4))
-def test_cores_are_shared_out_to_the_last_and_none_twice(num_cpus: int, prefill: int, decode: int) -> None:
-    """Disjoint and complete; with fewer cores than workers nobody has cores of its own."""
-    config = Config(workers=WorkersConfig(mode="disagg", prefill=prefill, decode=decode), kv=KVConfig(memory="1MiB"))
-    shares = [worker.cpus for worker in planned(config, cpus=num_cpus).workers]
-    taken = list(itertools.chain(*shares))
-    assert sorted(taken) == (list(range(num_cpus)) if num_cpus >= prefill + decode else [])
-    assert len(shares) == prefill + decode
+@pytest.mark.parametrize(
+    ("workers", "expected"),
+    [
+        (WorkersConfig(), [([0, 1], [2, 3]), ([2, 3], [0, 1])]),
+        (WorkersConfig(lend_cpus=False), [([0, 1], []), ([2, 3], [])]),
+        (WorkersConfig(pin_cpus=False), [([], []), ([], [])]),
+        (WorkersConfig(mode="colocated"), [([0, 1, 2, 3], [])]),
+    ],
+    ids=["lent", "not lent", "not pinned", "colocated"],
+)
+def test_cores_are_given_and_lent_as_configured(workers: WorkersConfig, expected: list[tuple[list[int], list[int]]]) -> None:
+    """Of four: (its own, those that it may use while they are idle) for each worker."""
+    planned_cores = [(worker.cpus, worker.lent_cpus) for worker in planned(Config(workers=workers), cpus=4).workers]
+    assert planned_cores == expected
 
 
 def test_a_worker_in_another_role_is_as_if_it_had_been_planned_so() -> None:
     """Everything but its name and its cores, which it keeps."""
 
     def others(worker: Configure) -> Configure:
-        return msgspec.structs.replace(worker, worker="", cpus=[])
+        return msgspec.structs.replace(worker, worker="", cpus=[], lent_cpus=[])
 
     prefill, decode = planned(Config()).workers
     assert others(in_role(prefill, Role.DECODE)) == others(decode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,22 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         find_model(str(tmp_path / "pytorch_model.bin"))
 
 
-@pytest.mark.parametrize("content", [b"", b"GGUF", b"no gguf file, but long enough", b"GGUF\x03\0\0\0" + b"\xff" * 64])
+HEAD = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)  # no tensors, one key
+STRINGS = struct.pack("<Q", 1) + b"k" + struct.pack("<IIQ", 9, 8, 2)  # which is an array of two strings
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"GGUF",
+        b"no gguf file, but long enough",
+        b"GGUF\x03\0\0\0" + b"\xff" * 64,
+        HEAD + STRINGS,
+        HEAD + STRINGS + struct.pack("<Q", 2**63) + b"endless",
+        HEAD + STRINGS + struct.pack("<Q", 2**20) + b"cut short",
+    ],
+)
 def test_broken_gguf_is_an_operators_error(tmp_path: Path, content: bytes) -> None:
     """Garbage with the right ending raises ConfigError and nothing else."""
     (tmp_path / "m.gguf").write_bytes(content)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from disagg.errors import ConfigError
+from disagg.launcher import ProcessLauncher
 from disagg.serve import Server
 from disagg.settings import load_config
 
@@ -15,7 +16,7 @@ from disagg.settings import load_config
 def built(**server: Any) -> Server:
     """On the null engine; nothing is started."""
     settings = {"model.path": "null", "kv.memory": "4MiB", **{f"server.{name}": value for name, value in server.items()}}
-    return Server(load_config(None, {}, settings)[0])
+    return Server(load_config(None, {}, settings)[0], ProcessLauncher())
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost"])

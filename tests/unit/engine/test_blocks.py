@@ -10,6 +10,7 @@ from disagg.engine.blocks import BlockPool, BlockState
 from disagg.errors import IllegalTransitionError, OutOfBlocksError
 
 NUM_BLOCKS = 12
+AMPLE = 8
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
@@ -17,9 +18,10 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(NUM_BLOCKS)
+        self.pool = BlockPool(NUM_BLOCKS, AMPLE)
         self.holders: list[tuple[BlockState, list[int]]] = []
         self.contents: dict[bytes, int] = {}
+        self.touched: set[int] = set()
 
     @rule(count=st.integers(0, NUM_BLOCKS + 2), state=st.sampled_from(["reserved", "filling", "in_use"]))
     def allocate(self, count: int, state: str) -> None:
@@ -30,11 +32,21 @@ class BlockPoolMachine(RuleBasedStateMachine):
                 self.pool.allocate(count, BlockState(state))
             assert self.pool.counts == before
             return
+        num_new = self.num_new(count)
         blocks = self.pool.allocate(count, BlockState(state))
         assert len(set(blocks)) == count
+        assert len(set(blocks) - self.touched) == num_new
         held = {block for _, holder in self.holders for block in holder}
         assert not held & set(blocks), "a block that somebody holds was given out again"
+        self.touched |= set(blocks)
         self.holders.append((BlockState(state), blocks))
+
+    def num_new(self, count: int) -> int:
+        """Blocks never used before among the next ``count``: used ones go first, cached ones before new ones beyond AMPLE."""
+        num_touched, cached = len(self.touched), self.pool.counts[BlockState.CACHED]
+        lacking = max(0, count - (self.pool.counts[BlockState.FREE] - (NUM_BLOCKS - num_touched)))
+        below = min(lacking, max(0, AMPLE - num_touched))
+        return below + max(0, lacking - below - cached)
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
@@ -86,6 +98,10 @@ class BlockPoolMachine(RuleBasedStateMachine):
         owned = NUM_BLOCKS - self.pool.counts[BlockState.FREE] - self.pool.counts[BlockState.CACHED]
         assert owned == len(held)
         assert self.pool.is_idle == (not held)
+
+    @invariant()
+    def memory_is_taken_from_the_beginning_on(self) -> None:
+        assert self.touched == set(range(self.pool.num_touched))
 
     def teardown(self) -> None:
         for _, blocks in self.holders:
