@@ -42,7 +42,7 @@ class Occupancy:
 
     def __init__(self, fd: int | None = None) -> None:
         """``fd`` None: a new one, with every core free. Raises OSError."""
-        self.fd = os.memfd_create("disagg-cores") if fd is None else fd
+        self.fd = os.memfd_create("cpu-owners") if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, _NBYTES)
         self._words = (ctypes.c_uint32 * (2 * _MOST_CPUS)).from_buffer(mmap.mmap(self.fd, _NBYTES))

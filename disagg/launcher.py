@@ -223,5 +223,8 @@ def _start(fd: int, epoch: int, occupancy_fd: int) -> subprocess.Popen[bytes]:
 
 
 def _cleaned(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without what would change a worker behind the configuration's back: UCX_TLS=tcp in a shell profile is a slow server."""
-    return {name: value for name, value in environment.items() if not name.startswith("UCX_")}
+    """Without what would change a worker behind the configuration's back: UCX_TLS=tcp in a shell profile is a slow server.
+
+    Nor is it a worker's to talk to the service manager.
+    """
+    return {name: value for name, value in environment.items() if not name.startswith(("UCX_", "NOTIFY_", "WATCHDOG_"))}

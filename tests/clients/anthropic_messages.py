@@ -7,7 +7,7 @@ import sys
 import anthropic
 
 url, model, tools_url, tools_model = sys.argv[1:]
-QUESTION = {"role": "user", "content": "What is the capital of France?"}
+QUESTION = {"role": "user", "content": "Can you tell me the capital of France?"}
 GREEDY = {"temperature": 0}  # a field of the API that this version of the client has no argument for
 ASK = {"model": model, "max_tokens": 16, "messages": [QUESTION], "extra_body": GREEDY}
 SCHEMA = {

@@ -6,7 +6,7 @@ import sys
 from langchain_openai import ChatOpenAI
 
 base_url, model = sys.argv[1:]
-QUESTION = "What is the capital of France?"
+QUESTION = "Can you tell me the capital of France?"
 chat = ChatOpenAI(
     base_url=base_url, api_key="none", model=model, temperature=0, max_completion_tokens=16, max_retries=0, stream_usage=True
 )

@@ -8,7 +8,7 @@ import litellm
 litellm.suppress_debug_info = True  # it would go to standard output
 base_url, model = sys.argv[1:]
 to = {"base_url": base_url, "api_key": "none", "num_retries": 0, "temperature": 0, "max_tokens": 16}
-messages = [{"role": "user", "content": "What is the capital of France?"}]
+messages = [{"role": "user", "content": "Can you tell me the capital of France?"}]
 whole = litellm.completion(model=f"openai/{model}", messages=messages, **to)
 streaming = {"stream": True, "stream_options": {"include_usage": True}}
 chunks = list(litellm.completion(model=f"openai/{model}", messages=messages, **streaming, **to))

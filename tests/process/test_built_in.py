@@ -9,7 +9,7 @@ import pytest
 
 from tests.process.harness import Server, server
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "Can you tell me the capital of France?"}]
 
 
 @pytest.fixture(scope="module")

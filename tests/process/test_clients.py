@@ -21,7 +21,7 @@ from tests.process.harness import Server, server
 pytestmark = pytest.mark.timeout(1000)  # the first run makes the environment of the clients
 
 MODEL = "SmolLM2-135M-Instruct"
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "Can you tell me the capital of France?"}]
 CLIENT_S = 120.0
 
 

@@ -35,7 +35,7 @@ def running() -> Iterator[Server]:
 def wanted(running: Server) -> Occupancy:
     """The page in which the workers of this server say which cores they want."""
     for link in Path(f"/proc/{running.process.pid}/fd").iterdir():
-        if os.readlink(link).startswith("/memfd:disagg-cores"):
+        if os.readlink(link).startswith("/memfd:cpu-owners"):
             return Occupancy(os.open(link, os.O_RDWR))
     raise AssertionError("no such page")
 

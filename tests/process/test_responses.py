@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from tests.process.harness import Server, null_server, server
 
 MODEL = "SmolLM2-135M-Instruct"
-QUESTION = "What is the capital of France?"
+QUESTION = "Can you tell me the capital of France?"
 ASK: dict[str, Any] = {"model": MODEL, "input": QUESTION, "temperature": 0, "max_output_tokens": 16}
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from disagg import tracing
 from disagg.errors import ConfigError
+from disagg.launcher import ProcessLauncher
 from disagg.serve import Server
 from disagg.settings import load_config
 from disagg.tracing import Tracing
@@ -100,7 +101,7 @@ def test_without_the_extra_the_setting_is_refused_with_what_to_install(monkeypat
     monkeypatch.delitem(sys.modules, "disagg.tracing")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     settings = {"model.path": "null", "kv.memory": "4MiB"}
-    assert Server(load_config(None, {}, settings)[0]).tracing is None
+    assert Server(load_config(None, {}, settings)[0], ProcessLauncher()).tracing is None
     config, _ = load_config(None, {}, {**settings, "tracing.otlp_endpoint": "http://127.0.0.1:4318"})
     with pytest.raises(ConfigError, match=r"pip install 'disagg\[otel\]'"):
-        Server(config)
+        Server(config, ProcessLauncher())
