@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -38,14 +38,15 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def running_server(*arguments: str) -> Iterator[RunningServer]:
-    """``disagg serve`` on a free port with ``arguments``; ended with SIGTERM."""
+def running_server(*arguments: str, on_record: Callable[[dict[str, Any]], None] = lambda record: None) -> Iterator[RunningServer]:
+    """``disagg serve`` on a free port with ``arguments``; ended with SIGTERM. ``on_record`` gets its log until it is ready."""
     command = [sys.executable, "-m", "disagg", "serve", "--port", "0", "--log-format", "json", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
         for line in process.stderr:
             record = json.loads(line) if line.startswith("{") else {"event": line.strip()}
+            on_record(record)
             if record["event"] == "ready":
                 break
             if record.get("level") == "error":

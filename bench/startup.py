@@ -15,10 +15,7 @@ import contextlib
 import json
 import os
 import random
-import signal
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +23,7 @@ from typing import Any
 
 from clients import random_prompt, stream
 from footprint import tree
-from server import RunningServer, report
+from server import RunningServer, report, running_server
 
 MIB = 1 << 20
 REST_S = 3.0  # for what is read after the server is ready: vocabularies of grammars
@@ -35,28 +32,14 @@ REST_S = 3.0  # for what is read after the server is ready: vocabularies of gram
 @contextlib.contextmanager
 def timed_server(arguments: list[str]) -> Iterator[tuple[RunningServer, dict[str, float]]]:
     """A server and, in the order in which they were reached, the seconds that its stages took from the command on."""
-    command = [sys.executable, "-m", "disagg", "serve", "--port", "0", "--log-format", "json", *arguments]
-    began, stages, url = time.perf_counter(), {}, ""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        for line in process.stderr:
-            record = json.loads(line) if line.startswith("{") else {"event": line.strip()}
-            stages[stage(record)] = round(time.perf_counter() - began, 2)
-            if record["event"] == "ready":
-                url = record["url"]
-                break
-        else:
-            raise SystemExit(f"the server did not start: exit code {process.wait()}")
-        drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
-        yield RunningServer(url, process.pid), stages
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=60)
-        drain.wait(timeout=10)
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+    stages: dict[str, float] = {}
+    began = time.perf_counter()
+
+    def on_record(record: dict[str, Any]) -> None:
+        stages[stage(record)] = round(time.perf_counter() - began, 2)
+
+    with running_server(*arguments, on_record=on_record) as server:
+        yield server, stages
 
 
 def stage(record: dict[str, Any]) -> str:
