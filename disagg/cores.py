@@ -88,17 +88,23 @@ class Turns:
     def __init__(self, occupancy: Occupancy, cores: Cores, pace_s: float) -> None:
         """While any core that is lent to it is wanted, its steps begin no closer than ``pace_s``; in between it lends its own."""
         self._occupancy, self._cores, self._pace_s = occupancy, cores, pace_s
+        self._has_begun = False
 
     def begin(self) -> None:
         """The cores are its own again. A borrower has ended the unit of work that it was at: held back on a core that it shares,
         it would hold back all that its worker does, for the whole of a step."""
+        if self._has_begun:
+            return
+        self._has_begun = True
         self._occupancy.mark(self._cores.own, True)
         latest = time.monotonic() + _LEAVE_S
         while self._occupancy.is_any_used(self._cores.own) and time.monotonic() < latest:
             time.sleep(_LOOK_S)
 
     def end(self) -> None:
-        self._occupancy.mark(self._cores.own, False)
+        if self._has_begun:
+            self._has_begun = False
+            self._occupancy.mark(self._cores.own, False)
 
     def next_at(self, began_at: float) -> float:
         """When the step may begin that follows one which began at ``began_at``; 0: at once."""
@@ -141,8 +147,8 @@ def share_out(roles: Sequence[str], cpus: Sequence[Sequence[int]], *, lend: bool
 
 
 def _parts(items: Sequence[_Item], num_parts: int) -> list[Sequence[_Item]]:
-    """``items`` in order, cut into parts as even as can be."""
-    bounds = [index * len(items) // num_parts for index in range(num_parts + 1)]
+    """``items`` in order, cut into parts as even as can be; of no parts nobody gets any."""
+    bounds = [index * len(items) // num_parts for index in range(num_parts)] + [len(items)]
     return [items[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 

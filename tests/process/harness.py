@@ -9,6 +9,7 @@ import signal
 import ssl
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -30,11 +31,15 @@ class Server:
         self._host = host
         if host is not None:
             command = host.command(*command)
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        assert self.process.stdout is not None
-        self.ready_line = self.process.stdout.readline()
-        if not self.ready_line:
-            raise AssertionError(f"no ready line; exit code {self.process.wait(DEADLINE_S)}")
+        with tempfile.TemporaryFile() as log:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+            assert self.process.stdout is not None
+            self.ready_line = self.process.stdout.readline()
+            if not self.ready_line:
+                self.process.stdout.close()
+                code = self.process.wait(DEADLINE_S)
+                log.seek(0)
+                raise AssertionError(f"no ready line; exit code {code}; it logged:\n{log.read().decode()}")
         self.url = next(word for word in self.ready_line.split() if word.startswith(("http://", "https://")))
         self.headers: dict[str, str] = {}  # sent with every request
         self.tls: ssl.SSLContext | None = None  # whom to trust, where the URL is https

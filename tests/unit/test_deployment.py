@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from disagg.config import Config, KVConfig, ModelConfig, WorkersConfig
 from disagg.deployment import Deployment, in_role, plan
-from disagg.errors import StartupError
+from disagg.errors import ConfigError, StartupError
 from disagg.messages import Configure
 from disagg.model import ModelFiles, find_model, kv_layout, read_model_spec
 from disagg.supervisor import Role
@@ -97,6 +97,15 @@ def test_cores_are_given_and_lent_as_configured(workers: WorkersConfig, expected
     """Of four: (its own, those that it may use while they are idle) for each worker."""
     planned_cores = [(worker.cpus, worker.lent_cpus) for worker in planned(Config(workers=workers), cpus=4).workers]
     assert planned_cores == expected
+
+
+def test_a_head_needs_no_worker_of_its_own() -> None:
+    """All of them may be on its nodes; a server without nodes would have nobody to serve with."""
+    config = Config(workers=WorkersConfig(prefill=0, decode=0))
+    head = plan(config, FILES, SPEC, vocab_size=259, run_id="r", cpus=[range(2)], free_nbytes=1 << 34, is_part=True)
+    assert (head.mode, head.workers) == ("disagg", [])
+    with pytest.raises(ConfigError, match=r"workers\.decode = 0 and workers\.prefill = 0: nobody would do that"):
+        planned(config)
 
 
 def test_a_worker_in_another_role_is_as_if_it_had_been_planned_so() -> None:
