@@ -56,6 +56,7 @@ class _Span(Structure):
 
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "may_run": (c_int, []),
     "crew_new": (c_void_p, [c_int]),
     "crew_free": (None, [c_void_p]),
     "matrix_new": (c_void_p, [c_void_p, c_int, c_void_p, c_int, c_int, c_void_p]),
@@ -72,8 +73,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }  # fmt: skip
 
 
+_AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
 _VARIANTS = {
-    "avx512": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"},
+    "amx": {*_AVX512, "amx_tile", "amx_int8"},
+    "avx512": _AVX512,
     "avx2": {"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"},
     "neon": {"asimd", "asimddp"},
 }
@@ -89,13 +92,13 @@ def variants() -> list[str]:
 
 @cache
 def library(variant: str) -> ctypes.CDLL | None:
-    """One variant, None if it was not built (there was no compiler)."""
+    """One variant, None if it was not built (there was no compiler) or the operating system denies this process its registers."""
     for path in Path(__file__).parent.glob(f"_native_{variant}.*so"):
         loaded = ctypes.CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(loaded, f"disagg_{name}")
             function.restype, function.argtypes = result, arguments
-        return loaded
+        return loaded if loaded.disagg_may_run() else None
     return None
 
 

@@ -6,6 +6,9 @@ extern "C" {
 
 int disagg_lanes() { return LANES; }
 
+// Whether the operating system lets this process use what this variant was compiled for.
+int disagg_may_run() { return may_use_tiles(); }
+
 Crew* disagg_crew_new(int num_threads) { return new Crew(num_threads); }
 void disagg_crew_free(Crew* crew) { delete crew; }
 

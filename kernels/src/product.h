@@ -1,6 +1,7 @@
 // Matrix products y = x Wᵀ of a step's rows with packed weights.
 //
-// Rows as bytes (rows8.h), wherever the weights are quantised and the caller has them: in tiles of up to ROWS8 rows and a panel.
+// Rows as bytes (rows8.h), wherever the weights are quantised and the caller has them: in tiles of up to ROWS8 rows and a panel,
+// or, where there are so many, of TILE rows (tiles.h).
 // Rows as floats. Few (decode): the codes are expanded in registers and used at once for every row; what is read of memory bounds
 // the time. Many (prefill): a panel's codes are expanded once to the cache and multiplied in tiles of ROWS × PANEL.
 #pragma once
@@ -8,7 +9,7 @@
 #include <algorithm>
 
 #include "crew.h"
-#include "rows8.h"
+#include "tiles.h"
 
 constexpr int DEPTH = 512;            // k of an expanded panel: 32 KiB
 constexpr int CACHED = 224 * 1024;    // bytes of x that stay in the second-level cache while panels pass
@@ -17,7 +18,6 @@ constexpr int PANELS = 8;             // of one unit of work at most
 constexpr int UNITS = 4;              // for each thread at least, where there are so many panels
 constexpr int SUMS = LANES == 16 ? 24 : ROWS;  // rows × panels that the registers hold the sums of
 constexpr int FEW = 4;                // rows with which memory takes longer than the arithmetic
-constexpr int ROWS8 = LANES == 16 ? 12 : 6;
 
 // What one product writes: y = x Wᵀ + bias, added to what is there, or silu(x Wᵀ) · (x Uᵀ).
 struct Product {
@@ -91,16 +91,25 @@ inline void multiply(int num_rows, float* acc, int64_t acc_stride, const float* 
 
 inline void write_row(const Product& product, int row, int first, const float* acc, const float* up) {
     float* y = product.y + row * product.y_stride + first;
-    float result[PANEL];
-    for (int v = 0; v < PANEL; v += LANES) {
-        vf value = load(acc + v);
-        if (up != nullptr) value = silu(value) * load(up + v);
-        store(result + v, value);
-    }
     const int count = std::min(PANEL, product.weights->rows - first);
-    for (int i = 0; i < count; ++i) {
-        if (product.bias != nullptr) result[i] += product.bias[first + i];
-        y[i] = product.adds ? y[i] + result[i] : result[i];
+    const float* bias = product.bias == nullptr ? nullptr : product.bias + first;
+    const auto finished = [&](int v) {
+        const vf value = load(acc + v);
+        return up == nullptr ? value : silu(value) * load(up + v);
+    };
+    if (count == PANEL) {
+        for (int v = 0; v < PANEL; v += LANES) {
+            vf value = finished(v);
+            if (bias != nullptr) value += load(bias + v);
+            store(y + v, product.adds ? load(y + v) + value : value);
+        }
+    } else {
+        float result[PANEL];
+        for (int v = 0; v < PANEL; v += LANES) store(result + v, finished(v));
+        for (int i = 0; i < count; ++i) {
+            if (bias != nullptr) result[i] += bias[i];
+            y[i] = product.adds ? y[i] + result[i] : result[i];
+        }
     }
 }
 
@@ -175,15 +184,6 @@ inline void many_rows(const Matrix& weights, int panel, int num_rows, const floa
     }
 }
 
-// acc[rows][PANEL] of one panel from rows that are bytes.
-template <class F, int R = ROWS8>
-inline void rows8(const Matrix& weights, int panel, const Rows8& x, int first_row, int num_rows, float* acc) {
-    if constexpr (R > 0) {
-        for (; num_rows >= R; first_row += R, num_rows -= R, acc += R * PANEL) multiply_rows8<F, R>(weights, panel, x, first_row, acc);
-        rows8<F, R - 1>(weights, panel, x, first_row, num_rows, acc);
-    }
-}
-
 inline void panels_unit(const Product& product, int first_row, int num_rows, int first_panel, int num_panels) {
     alignas(64) static thread_local float acc[MOST_ROWS * PANEL], up[MOST_ROWS * PANEL];
     const float* x = product.x + first_row * product.x_stride;
@@ -193,7 +193,7 @@ inline void panels_unit(const Product& product, int first_row, int num_rows, int
             with_format(weights.layout, [&](auto format) {
                 using F = decltype(format);
                 if constexpr (F::HAS_SCALES)
-                    if (product.in_bytes()) return rows8<F>(weights, panel, *product.x8, first_row, num_rows, sums);
+                    if (product.in_bytes()) return multiply_bytes<F>(weights, panel, *product.x8, first_row, num_rows, sums);
                 many_rows<F>(weights, panel, num_rows, x, product.x_stride, sums);
             });
         };

@@ -11,19 +11,26 @@
 #include "weights.h"
 
 constexpr int SHARING = 32;  // values with one scale
+constexpr int ROWS8 = LANES == 16 ? 12 : 6;  // multiplied at once
+#if defined(__AMX_INT8__)
+constexpr int TILE = 16;  // multiplied at once by a matrix unit (tiles.h)
+#else
+constexpr int TILE = 1;
+#endif
 
-// Memory for rows of up to ``cols`` values, kept from step to step.
+// Memory for rows of up to ``cols`` values, in whole tiles, kept from step to step.
 struct Rows8 {
-    int cols = 0;
-    std::vector<int8_t> codes;    // [row][cols]
-    std::vector<float> scales;    // [row][cols / 32]
+    int cols = 0, rows = 0;
+    std::vector<int8_t> codes;    // [rows][cols]
+    std::vector<float> scales;    // [cols / 32][rows]
     std::vector<float> shifts;    // the same: scale · Σ codes, for weights with a minimum
-    std::vector<int32_t> sums;    // [row][cols / 16]: -128 · Σ codes, for hardware that wants weights unsigned
+    std::vector<int32_t> sums;    // [cols / 16][rows]: -128 · Σ codes, for hardware that wants weights unsigned
 
     void resize(int num_rows, int num_cols) {
         cols = num_cols;
-        codes.resize(size_t(num_rows) * cols);
-        scales.resize(size_t(num_rows) * cols / SHARING);
+        rows = (num_rows + TILE - 1) / TILE * TILE;
+        codes.resize(size_t(rows) * cols);
+        scales.resize(size_t(rows) * cols / SHARING);
         shifts.resize(scales.size());
         sums.resize(scales.size() * 2);
     }
@@ -47,10 +54,10 @@ struct Rows8 {
                 std::memcpy(to + i, &code, sizeof code);
                 halves[i / 16] += sum(shifted - magic);
             }
-            const int64_t at = int64_t(row) * (cols / SHARING) + group;
+            const size_t at = size_t(group) * rows + row;
             scales[at] = largest / 127.0f + sum(none);
             shifts[at] = scales[at] * (halves[0] + halves[1]);
-            for (int half = 0; half < 2; ++half) sums[2 * at + half] = -128 * int32_t(halves[half]);
+            for (int half = 0; half < 2; ++half) sums[(2 * size_t(group) + half) * rows + row] = -128 * int32_t(halves[half]);
         }
     }
 };
@@ -106,17 +113,24 @@ inline void read_codes(const uint8_t* group, int vector, vu (&codes)[F::GROUP / 
     }
 }
 
+// A group's sums of products become floats: w ≈ d code + m; the row's scale, and its shift for m.
+template <class F>
+inline void add_group(vf& total, vi dot, vf d, vf m, float scale, float shift) {
+    total += to_float(dot) * d * all(scale);
+    if constexpr (F::HAS_MIN) total += m * all(shift);
+}
+
 // acc[R][PANEL] of one panel, for rows first_row … first_row + R - 1.
 template <class F, int R>
 inline void multiply_rows8(const Matrix& weights, int panel, const Rows8& x, int first_row, float* acc) {
-    const int num_groups = x.cols / F::GROUP, per_row = x.cols / SHARING;
+    const int num_groups = x.cols / F::GROUP;
     const int8_t* codes = x.codes.data() + int64_t(first_row) * x.cols;
-    const float *scales = x.scales.data() + int64_t(first_row) * per_row, *shifts = x.shifts.data() + int64_t(first_row) * per_row;
-    const int32_t* sums = x.sums.data() + int64_t(first_row) * per_row * 2;
+    const int32_t* sums = x.sums.data() + first_row;
     vf totals[R][NV] = {};
     const uint8_t* at = weights.panel(panel);
     for (int group = 0; group < num_groups; ++group, at += F::BYTES) {
-        const int shared = group * F::GROUP / SHARING;
+        const int64_t shared = int64_t(group * F::GROUP / SHARING) * x.rows + first_row;
+        const float *scales = x.scales.data() + shared, *shifts = x.shifts.data() + shared;
         for (int v = 0; v < NV; ++v) {
             vu w[F::GROUP / 4];
             read_codes<F>(at, v, w);
@@ -127,13 +141,21 @@ inline void multiply_rows8(const Matrix& weights, int panel, const Rows8& x, int
             for (int r = 0; r < R; ++r) {
                 int32_t start = 0;
                 if constexpr (RAISED && F::IS_SIGNED)
-                    for (int half = 0; half < F::GROUP / 16; ++half) start += sums[r * per_row * 2 + group * (F::GROUP / 16) + half];
+                    for (int half = 0; half < F::GROUP / 16; ++half) start += sums[int64_t(group * (F::GROUP / 16) + half) * x.rows + r];
                 const vi dot = dots<F>(start - vi{}, w, codes + int64_t(r) * x.cols + group * F::GROUP);
-                totals[r][v] += to_float(dot) * d * all(scales[r * per_row + shared]);
-                if constexpr (F::HAS_MIN) totals[r][v] += m * all(shifts[r * per_row + shared]);
+                add_group<F>(totals[r][v], dot, d, m, scales[r], shifts[r]);
             }
         }
     }
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < NV; ++v) store(acc + r * PANEL + v * LANES, totals[r][v]);
+}
+
+// acc[rows][PANEL] of one panel.
+template <class F, int R = ROWS8>
+inline void rows8(const Matrix& weights, int panel, const Rows8& x, int first_row, int num_rows, float* acc) {
+    if constexpr (R > 0) {
+        for (; num_rows >= R; first_row += R, num_rows -= R, acc += R * PANEL) multiply_rows8<F, R>(weights, panel, x, first_row, acc);
+        rows8<F, R - 1>(weights, panel, x, first_row, num_rows, acc);
+    }
 }
