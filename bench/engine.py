@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -9,6 +10,7 @@ from typing import Any
 
 from disagg.engine.base import Engine
 from disagg.engine.load import load_engine
+from disagg.launcher import WORKER_ENVIRONMENT
 from disagg.model import ModelFiles, ModelSpec, find_model, read_model_spec
 
 
@@ -28,6 +30,7 @@ def load(model: str, block_size: int) -> tuple[ModelFiles, ModelSpec, Engine]:
 
 
 def apart(run: Callable[..., Any], *arguments: object) -> Any:
-    """``run`` in a process of its own: libraries keep the number of threads that they began with."""
+    """``run`` in a process like a worker's: its libraries keep the number of threads and the settings that they began with."""
+    os.environ.update(WORKER_ENVIRONMENT)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(run, *arguments).result()

@@ -153,9 +153,10 @@ def _cpu_flags(cpuinfo: Path) -> set[str]:
 _CPU_NAMES = {
     "avx2": "AVX2",
     "avx512f": "AVX-512",
-    "avx512_bf16": "AVX-512 bf16",
-    "amx_bf16": "AMX bf16",
+    "avx512_vnni": "AVX-512 VNNI",
+    "amx_int8": "AMX",
     "asimd": "NEON",
+    "asimddp": "NEON dot products",
     "sve": "SVE",
 }
 

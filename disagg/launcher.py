@@ -24,7 +24,7 @@ from disagg.messages import Configure, Message
 
 _FIRST_EPOCH = 1
 
-_ENVIRONMENT = {
+WORKER_ENVIRONMENT = {
     # glibc gives large buffers back to the kernel when they are freed, and the next step faults its pages in again: 2,000
     # faults in a decode step. A worker's buffers are the same size each step, so it keeps them.
     "MALLOC_MMAP_THRESHOLD_": "1000000000",
@@ -218,7 +218,7 @@ def _start(fd: int, epoch: int, occupancy_fd: int) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr,  # ours belongs to what the user asked for
         start_new_session=True,
-        env={**_cleaned(os.environ), **_ENVIRONMENT},
+        env={**_cleaned(os.environ), **WORKER_ENVIRONMENT},
     )
 
 
