@@ -13,7 +13,8 @@
 
 constexpr int DEPTH = 512;            // k of an expanded panel: 32 KiB
 constexpr int CACHED = 224 * 1024;    // bytes of x that stay in the second-level cache while panels pass
-constexpr int MOST_ROWS = 240;        // of a block of x, a multiple of every ROWS
+constexpr int MOST_ROWS = 240;        // of a block of x, a multiple of every ROWS and of TILE
+static_assert(MOST_ROWS % ROWS == 0 && MOST_ROWS % TILE == 0);
 constexpr int PANELS = 8;             // of one unit of work at most
 constexpr int UNITS = 4;              // for each thread at least, where there are so many panels
 constexpr int SUMS = LANES == 16 ? 24 : ROWS;  // rows × panels that the registers hold the sums of
@@ -212,8 +213,9 @@ struct Cut {
 
     Cut(const Product& whole, int num_rows, int num_threads) : product(&whole) {
         const int cols = whole.weights->cols, num_panels = whole.weights->num_panels();
+        const int together = whole.in_bytes() ? std::max(ROWS, TILE) : ROWS;  // a block begins with a whole tile, and so ends in memory
         is_few = num_rows <= ROWS && !whole.in_bytes();
-        rows = is_few ? num_rows : std::clamp(CACHED / (whole.in_bytes() ? 1 : 4) / cols / ROWS * ROWS, ROWS, MOST_ROWS);
+        rows = is_few ? num_rows : std::clamp(CACHED / (whole.in_bytes() ? 1 : 4) / cols / together * together, together, MOST_ROWS);
         panels = !is_few ? std::clamp(num_panels / (UNITS * num_threads), 1, PANELS) : num_rows == 1 ? 2 : 1;
         units_per_block = (num_panels + panels - 1) / panels;
         num_units = units_per_block * ((num_rows + rows - 1) / rows);
