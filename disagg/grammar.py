@@ -186,24 +186,31 @@ class Compiler:
 
 
 class LateCompiler:
-    """A Compiler that ``make`` makes in a thread of its own, soon after ``start``. Who asks before it is there waits for it."""
+    """A Compiler that ``make`` makes once, in a thread of its own: after ``start``, or for the first who asks, who waits for it.
+
+    Like a Compiler it belongs to one thread.
+    """
 
     def __init__(self, make: Callable[[], Compiler]) -> None:
         self._make = make
         self._compiler: Future[Compiler] = Future()
+        self._has_started = False
 
-    def start(self, delay_s: float = 0.0) -> None:
-        thread = threading.Timer(delay_s, self._run)
-        thread.name, thread.daemon = "grammar vocabulary", True
-        thread.start()
+    def start(self) -> None:
+        """Begin, unless that has been done."""
+        if not self._has_started:
+            self._has_started = True
+            threading.Thread(target=self._run, name="grammar vocabulary", daemon=True).start()
 
     def matcher(self, grammar: str, stop_token_ids: Collection[int]) -> Matcher:
         return self._made().matcher(grammar, stop_token_ids)
 
     def forget(self, grammar: str) -> None:
-        self._made().forget(grammar)
+        if self._compiler.done():  # else there is nothing to forget
+            self._made().forget(grammar)
 
     def _made(self) -> Compiler:
+        self.start()
         try:
             return self._compiler.result(_VOCABULARY_S)
         except TimeoutError:

@@ -246,16 +246,36 @@ def test_a_late_compiler_is_waited_for_and_its_fault_is_told() -> None:
         return COMPILER
 
     late = LateCompiler(make)
-    late.start()
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(late.matcher, grammar.regex("a"), [END])
         assert not asked.done()
         may_go_on.set()
         assert ids(asked.result(10.0).allowed(may_stop=True)) == [ord("a")]
     broken = LateCompiler(lambda: Compiler(grammar_vocabulary(load_tokenizer(find_model("/nowhere")))))
-    broken.start()
     with pytest.raises(GrammarError, match=r"the vocabulary cannot be read: .*nowhere"):
         broken.matcher(grammar.regex("a"), [END])
+
+
+def test_a_late_compiler_reads_once() -> None:
+    """However often it is started, before it is asked and after."""
+    may_go_on = threading.Event()
+    made = []
+
+    def make() -> Compiler:
+        made.append("once")
+        assert may_go_on.wait(10.0)
+        return COMPILER
+
+    before = threading.enumerate()
+    late = LateCompiler(make)
+    late.start()
+    late.start()
+    readers = [thread for thread in threading.enumerate() if thread not in before]
+    may_go_on.set()
+    late.matcher(grammar.regex("a"), [END])
+    late.start()
+    assert made == ["once"]
+    assert len(readers) == 1
 
 
 def test_a_forgotten_grammar_is_compiled_again() -> None:
