@@ -13,7 +13,7 @@ from setuptools import Extension, setup
 SOURCE = Path("kernels/src")
 AVX512 = ["-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"]
 VARIANTS = {
-    "x86_64": {"avx2": ["-march=x86-64-v3"], "avx512": AVX512, "amx": [*AVX512, "-mamx-tile", "-mamx-int8"]},
+    "x86_64": {"avx2": ["-march=x86-64-v3"], "avx512": AVX512, "amx": [*AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"]},
     "aarch64": {"neon": ["-march=armv8.2-a+dotprod"]},
 }
 

@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--json", help="file to write, or - for bench/results/digest.json")
     args = parser.parse_args()
-    layout = kv_layout(read_model_spec(find_model("smollm2")), "float32", 16)
+    layout = kv_layout(read_model_spec(find_model("smollm2")), "float16", 16)
     rate = digest_rate(layout, args.tokens)
     ttft_s = prefill_s(args.tokens)
     share = {"ttft_s": round(ttft_s, 3), "share_of_prefill": round(rate["digest_ms"] / 1e3 / ttft_s, 5)}

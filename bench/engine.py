@@ -15,12 +15,13 @@ from disagg.model import ModelFiles, ModelSpec, find_model, read_model_spec
 
 
 def load(model: str, block_size: int) -> tuple[ModelFiles, ModelSpec, Engine]:
-    """The model's files, its description and a float32 engine that is not bound to a pool yet."""
+    """The model's files, its description and an engine like the server's by default, not bound to a pool yet."""
     files = find_model(model)
     spec = read_model_spec(files)
     engine = load_engine(
         files,
         dtype="float32",
+        kv_dtype="float16",
         block_size=block_size,
         vocab_size=spec.vocab_size,
         device="cpu",

@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--json", help="file to write, or - for bench/results/handoff.json")
     args = parser.parse_args()
-    layout = kv_layout(read_model_spec(find_model("smollm2")), "float32", 16)
+    layout = kv_layout(read_model_spec(find_model("smollm2")), "float16", 16)
     rate = copy_rate(layout, args.tokens)
     report("handoff", {"tokens": args.tokens, "rate": rate, "hidden": hidden(args.tokens)}, args.json)
 

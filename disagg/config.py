@@ -45,7 +45,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     )
     name: Annotated[str, Meta(description="name that clients use; empty = taken from the model's files")] = ""
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"], Meta(description="type of weights and KV; auto = float32 on CPU")
+        Literal["auto", "float32", "bfloat16"], Meta(description="type of weights and arithmetic; auto = float32 on CPU")
     ] = "auto"
     quantize: Annotated[
         Literal["none", "int8"],
@@ -95,6 +95,10 @@ class WorkersConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class KVConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     block_size: Annotated[int, Meta(ge=1, le=256, description="tokens in a KV block")] = 16
+    dtype: Annotated[
+        Literal["auto", "float32", "float16"],
+        Meta(description="type of the KV cache; auto = float16 with activations = int8, else as model.dtype"),
+    ] = "auto"
     memory: Annotated[str, Meta(description="KV memory of each worker, such as 2GiB; auto = a share of what is free")] = "auto"
     prefix_cache: Annotated[bool, Meta(description="keep finished blocks and reuse them for equal prefixes")] = True
     poison: Annotated[bool, Meta(description="fill new pools with NaN, so that a read of an unwritten slot shows")] = False

@@ -60,7 +60,8 @@ def plan(
         names = " and ".join(f"workers.{role} = 0" for role in sorted(missing))
         raise ConfigError(f"{names}: nobody would do that; only with --cluster-listen can other nodes")
     dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
-    layout = kv_layout(spec, dtype, config.kv.block_size, config.model.quantize, config.model.activations)
+    kv_dtype = _kv_dtype(config, dtype)
+    layout = kv_layout(spec, kv_dtype, config.kv.block_size, config.model.quantize, config.model.activations)
     max_model_len, kv_nbytes, ample_nbytes = _kv_budget(config, spec, layout, len(roles), free_nbytes)
     shares = [Cores([], []) for _ in roles]
     if config.workers.pin_cpus:
@@ -78,6 +79,7 @@ def plan(
                 model=str(files.path) if files.kind != "null" else "null",
                 device=device,
                 dtype=dtype,
+                kv_dtype=kv_dtype,
                 quantize=config.model.quantize,
                 activations=config.model.activations,
                 block_size=config.kv.block_size,
@@ -129,6 +131,13 @@ def free_memory() -> int:
 
 def _nice(role: Role) -> int:
     return _PREFILL_NICE if role is Role.PREFILL else 0
+
+
+def _kv_dtype(config: Config, dtype: str) -> str:
+    """Where activations are rounded to bytes, 11 bits of a key or value are more than enough, and half as many to read."""
+    if config.kv.dtype != "auto":
+        return config.kv.dtype
+    return "float16" if dtype == "float32" and config.model.activations == "int8" else dtype
 
 
 def _device(config: Config) -> str:

@@ -61,6 +61,7 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pace_s: float = 0.0  # decode's steps begin no closer than this while the owners of those have something to do
     quantize: str = "none"
     activations: str = "int8"
+    kv_dtype: str = "float32"
     kv_ample_nbytes: int = 0  # where the pool stops to grow for cached blocks' sake; 0 = its end
 
 

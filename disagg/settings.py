@@ -29,6 +29,7 @@ _PREFIX = "DISAGG_"
 _FLAGS = {
     "model.path": "--model",
     "model.name": "--served-model-name",
+    "kv.dtype": "--kv-dtype",
     "kv.memory": "--kv-memory",
     "kv.poison": "--kv-poison",
     "kv.verify": "--verify-kv",

@@ -79,6 +79,7 @@ def _serve(connection: Connection, settings: Configure, occupancy: Occupancy) ->
     engine = load_engine(
         files,
         dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
         quantize=settings.quantize,
         activations=settings.activations,
         block_size=settings.block_size,

@@ -1,7 +1,8 @@
 """The compiled kernels of ``src/`` through their C interface, in the variant for the instructions that this CPU has.
 
 They know neither Python nor torch: arrays go in by address, and calls run without the interpreter's lock. Every result is the
-same bits whatever else is in the step: a row's output does not depend on the other rows, nor on the number of threads.
+same bits whatever else is in the step: a row's output does not depend on the other rows, nor on the number of threads. It may
+depend, in the last bits, on whether its token is the prompt's.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ MOST_GROUP = 96
 
 ORDER = "block,layer,kv,head; keys dim,slot; values slot,dim"
 """How the kernels lay out the KV pool: the keys of a block are ready to be multiplied with."""
+
+POOL_TYPES = ("float32", "float16")
 
 TYPES = {
     **{"F32": 0, "F16": 1, "BF16": 30},
@@ -52,7 +55,13 @@ class _Model(Structure):
 
 
 class _Span(Structure):
-    _fields_ = [("blocks", POINTER(c_int32)), ("start", c_int32), ("num_tokens", c_int32), ("row", c_int32)]
+    _fields_ = [
+        ("blocks", POINTER(c_int32)),
+        ("start", c_int32),
+        ("num_tokens", c_int32),
+        ("row", c_int32),
+        ("is_prompt", c_int32),
+    ]
 
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
@@ -67,7 +76,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "scratch_new": (c_void_p, []),
     "scratch_free": (None, [c_void_p]),
     "forward": (None, [
-        POINTER(_Model), c_void_p, c_void_p, c_void_p, c_int, POINTER(_Span), c_int, POINTER(c_int32), c_int, c_void_p,
+        POINTER(_Model), c_void_p, c_void_p, c_void_p, c_int, c_int, POINTER(_Span), c_int, POINTER(c_int32), c_int, c_void_p,
     ]),
     "logits": (None, [POINTER(_Model), c_void_p, c_void_p, c_void_p, c_int, c_void_p]),
 }  # fmt: skip
@@ -75,7 +84,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 _AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
 _VARIANTS = {
-    "amx": {*_AVX512, "amx_tile", "amx_int8"},
+    "amx": {*_AVX512, "amx_tile", "amx_int8", "amx_bf16"},
     "avx512": _AVX512,
     "avx2": {"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"},
     "neon": {"asimd", "asimddp"},
@@ -227,17 +236,17 @@ class Decoder:
     def forward(self, works: Sequence[Work], tokens: Sequence[int], pool: Tensor) -> Tensor:
         """The last layer's output, float32 [tokens, hidden], of ``tokens``, the works' one after another; writes their KV.
 
-        ``pool``: float32 [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim] in size; the order is ``ORDER``.
+        ``pool``: of ``POOL_TYPES``, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim] in size, in the ``ORDER``.
         """
         row, table = 0, (_Span * len(works))()
         for entry, work in zip(table, works):
             entry.blocks = (c_int32 * len(work.blocks))(*work.blocks)
-            entry.start, entry.num_tokens, entry.row = work.start, work.num_tokens, row
+            entry.start, entry.num_tokens, entry.row, entry.is_prompt = work.start, work.num_tokens, row, work.is_prompt
             row += work.num_tokens
         hidden = torch.empty(row, self._model.hidden)
         self._crew.lib.disagg_forward(
-            self._model, self._crew.handle, self._scratch, pool.data_ptr(), pool.shape[4], table, len(works),
-            (c_int32 * row)(*tokens), row, hidden.data_ptr(),
+            self._model, self._crew.handle, self._scratch, pool.data_ptr(), pool.dtype == torch.float16, pool.shape[4],
+            table, len(works), (c_int32 * row)(*tokens), row, hidden.data_ptr(),
         )  # fmt: skip
         return hidden
 

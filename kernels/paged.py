@@ -36,6 +36,7 @@ class Work:
     blocks: Sequence[int]
     start: int
     num_tokens: int
+    is_prompt: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ def _tensor(array: np.ndarray, pool: Tensor, *, flat: bool = True) -> Tensor:
 
 def write_kv(pool: Tensor, layer: int, kv: Tensor, plan: Plan) -> None:
     """Store ``kv`` [tokens, 2 * num_kv_heads, head_dim] (keys, then values) of this step's tokens in their slots."""
-    _layer_rows(pool, layer, pool.shape[-1]).index_copy_(0, plan.write_rows, kv.reshape(-1, pool.shape[-1]))
+    _layer_rows(pool, layer, pool.shape[-1]).index_copy_(0, plan.write_rows, kv.reshape(-1, pool.shape[-1]).to(pool.dtype))
 
 
 def attention(q: Tensor, pool: Tensor, layer: int, plan: Plan) -> Tensor:
@@ -153,7 +154,12 @@ def prefill_attention(out: Tensor, q: Tensor, pool: Tensor, layer: int, part: Pr
     num_kv_heads, block_size, head_dim = pool.shape[3:]
     num_tokens, num_heads, _ = q.shape
     group = num_heads // num_kv_heads
-    kv = _layer_rows(pool, layer, block_size * head_dim).index_select(0, part.pieces).view(2, num_kv_heads, -1, head_dim)
+    kv = (
+        _layer_rows(pool, layer, block_size * head_dim)
+        .index_select(0, part.pieces)
+        .view(2, num_kv_heads, -1, head_dim)
+        .to(q.dtype)
+    )
     q, out = q.view(num_tokens, num_kv_heads, group, head_dim), out.view(num_tokens, num_kv_heads, group, head_dim)
     for first in range(0, num_tokens, TILE):
         rows = slice(first, min(first + TILE, num_tokens))
@@ -173,10 +179,10 @@ def decode_attention(out: Tensor, q: Tensor, pool: Tensor, layer: int, part: Dec
     size, num_heads, _ = q.shape
     group = num_heads // num_kv_heads
     keys = _layer_rows(pool, layer, block_size * head_dim).index_select(0, part.pieces)
-    keys = keys.view(num_kv_heads * size, -1, head_dim)
+    keys = keys.view(num_kv_heads * size, -1, head_dim).to(q.dtype)
     queries = q.view(size, num_kv_heads, group, head_dim).transpose(0, 1).reshape(-1, group, head_dim)
     scores = torch.bmm(queries, keys.transpose(1, 2)).view(num_kv_heads, size, group, -1)
-    weights = torch.softmax(scores.masked_fill_(part.beyond, -math.inf), -1, dtype=torch.float32).to(q.dtype)
+    weights = torch.softmax(scores.masked_fill_(part.beyond, -math.inf), -1, dtype=torch.float32).to(pool.dtype)
     # A bag is a weighted sum of rows of a table: the values are read in place, once, without a copy.
     values = _layer_rows(pool, layer, head_dim)[num_kv_heads * block_size :]
     attended = F.embedding_bag(part.value_rows, values, mode="sum", per_sample_weights=weights.view(part.value_rows.shape))

@@ -15,7 +15,7 @@ from disagg.engine.weights_gguf import GgufWeights
 from disagg.engine.weights_safetensors import SafetensorsWeights
 from disagg.errors import ConfigError
 from disagg.grammar import Matchers
-from disagg.kernels.native import ORDER
+from disagg.kernels.native import ORDER, POOL_TYPES
 from disagg.model import ModelFiles, kv_layout, read_model_spec
 
 log = structlog.get_logger(__name__)
@@ -27,6 +27,7 @@ def load_engine(
     files: ModelFiles,
     *,
     dtype: str,
+    kv_dtype: str = "",
     block_size: int,
     vocab_size: int,
     device: str,
@@ -38,15 +39,16 @@ def load_engine(
 ) -> Engine:
     """Read the model and build its engine.
 
-    ``dtype``: float32 or bfloat16. ``quantize``: none, or int8 for weights that are stored as floats. ``activations``: int8 or
-    float32, what quantised weights are multiplied with; torch alone always computes as for float32. ``vocab_size``: the
-    tokenizer's; ids at and above it are never sampled. ``num_threads``: to compute with; 0 = as many as torch found cores, which
-    may have been before this process was confined to some. ``compiler``: for requests with a grammar; None = there will be none.
+    ``dtype``: float32 or bfloat16. ``kv_dtype``: the pool's, one of these or float16; empty = ``dtype``. ``quantize``: none, or
+    int8 for weights that are stored as floats. ``activations``: int8 or float32, what quantised weights are multiplied with;
+    torch alone always computes as for float32. ``vocab_size``: the tokenizer's; ids at and above it are never sampled.
+    ``num_threads``: to compute with; 0 = as many as torch found cores, which may have been before this process was confined to
+    some. ``compiler``: for requests with a grammar; None = there will be none.
 
     Raises ConfigError, or UnsupportedModelError for weights that do not fit the model's description.
     """
     spec = read_model_spec(files)
-    layout = kv_layout(spec, dtype, block_size, quantize, activations)
+    layout = kv_layout(spec, kv_dtype or dtype, block_size, quantize, activations)
     if files.kind == "null":
         return NullEngine(layout, compiler)
     if device != "cpu":
@@ -58,7 +60,8 @@ def load_engine(
     expected = tensor_shapes(spec)
 
     def build(weights: GgufWeights | SafetensorsWeights) -> Model:
-        if dtype == "float32" and (crew := native_crew(spec, torch.get_num_threads())) is not None:
+        fits = dtype == "float32" and layout.dtype in POOL_TYPES
+        if fits and (crew := native_crew(spec, torch.get_num_threads())) is not None:
             torch.set_num_threads(1)  # its threads wait by spinning, on the cores of the crew; sampling alone is little work
             return NativeLlama(
                 spec, weights, crew, quantize=quantize == "int8", in_bytes=activations == "int8", progress=progress

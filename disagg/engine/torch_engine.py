@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -57,7 +57,7 @@ class TorchEngine:
 
     def bind(self, pool: memoryview) -> None:
         shape = self.layout.shape(pool.nbytes // self.layout.block_nbytes)
-        self._pool = torch.frombuffer(pool, dtype=self._model.dtype).view(shape)
+        self._pool = torch.frombuffer(pool, dtype=getattr(torch, self.layout.dtype)).view(shape)
 
     @torch.inference_mode()
     def step(self, batch: list[Chunk]) -> list[Sample]:
@@ -111,7 +111,7 @@ class TorchEngine:
     def _hidden(self, batch: list[Chunk]) -> Tensor:
         """The same, one after another: [tokens of the batch, hidden_size]."""
         assert self._pool is not None, "bind() comes before the first step"
-        works = [Work(chunk.sequence.blocks, chunk.start, chunk.num_tokens) for chunk in batch]
+        works = [work for chunk in batch for work in _works(chunk)]
         tokens: list[int] = []
         for chunk in batch:
             tokens += chunk.sequence.tokens[chunk.start : chunk.start + chunk.num_tokens]
@@ -134,6 +134,16 @@ class TorchEngine:
             some = targets[first : first + _SCORE_ROWS]
             scores += score(self._logits(hidden[first : first + len(some)]), some, [num_top] * len(some))
         return scores
+
+
+def _works(chunk: Chunk) -> Iterator[Work]:
+    """Prompt and answer apart: what was generated gives the same bits when it is computed anew, as after a failover."""
+    sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
+    border = min(max(sequence.num_prompt, chunk.start), end)
+    if chunk.start < border:
+        yield Work(sequence.blocks, chunk.start, border - chunk.start)
+    if border < end:
+        yield Work(sequence.blocks, border, end - border, is_prompt=False)
 
 
 def _wants_scores(chunk: Chunk) -> bool:

@@ -37,6 +37,16 @@ typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
 typedef int8_t vb __attribute__((vector_size(LANES)));
 typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
 
+// Memory of this thread's, kept from call to call. The compiler must not see where it lies, or it asks for the address again in
+// every turn of a loop.
+template <class T>
+inline T& own() {
+    static thread_local T memory;
+    T* at = &memory;
+    asm("" : "+r"(at));
+    return *at;
+}
+
 template <class V, class T>
 inline V load(const T* from) {
     V value;
@@ -66,15 +76,36 @@ inline float half_to_float(uint16_t half) {
     return value;
 }
 
-inline vf load_halves(const uint16_t* from) {
+// A 16-bit float in memory.
+struct Float16 {
+    uint16_t bits;
+};
+
+inline float to_float(float value) { return value; }
+inline float to_float(Float16 value) { return half_to_float(value.bits); }
+
+inline vf load(const Float16* from) {
 #if defined(__AVX512F__)
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
 #elif defined(__F16C__) && defined(__AVX2__)
     return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
 #else
     vf value;
-    for (int lane = 0; lane < LANES; ++lane) value[lane] = half_to_float(from[lane]);
+    for (int lane = 0; lane < LANES; ++lane) value[lane] = to_float(from[lane]);
     return value;
+#endif
+}
+
+inline void store(Float16* to, vf value) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__) && defined(__AVX2__)
+    _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int lane = 0; lane < LANES; ++lane) {
+        const _Float16 half = value[lane];
+        std::memcpy(to + lane, &half, sizeof half);
+    }
 #endif
 }
 

@@ -68,6 +68,32 @@ inline void each_token(Crew& crew, int num_tokens, const Fn& fn) {
     crew.phase((num_tokens + TOKENS - 1) / TOKENS, [&](int unit) { fn(unit * TOKENS, std::min((unit + 1) * TOKENS, num_tokens)); });
 }
 
+inline void copy(const float* from, float* to, int count) { std::memcpy(to, from, sizeof(float) * count); }
+
+inline void copy(const float* from, Float16* to, int count) {
+    int i = 0;
+    for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
+    if (i == count) return;
+    float rest[LANES] = {};
+    Float16 halves[LANES];
+    std::memcpy(rest, from + i, sizeof(float) * (count - i));
+    store(halves, load(rest));
+    std::memcpy(to + i, halves, sizeof(Float16) * (count - i));
+}
+
+// A token's keys and values [2][kv heads][head_dim] go where they belong.
+template <class T>
+inline void write_kv(const Pool& pool, int layer, const Span& span, int position, const float* kv) {
+    const int block = span.blocks[position / pool.block_size], slot = position % pool.block_size, dim = pool.head_dim;
+    for (int head = 0; head < pool.num_kv_heads; ++head) {
+        T key[MOST_DIM];
+        copy(kv + head * dim, key, dim);
+        T* keys = pool.at<T>(block, layer, 0, head) + slot;
+        for (int d = 0; d < dim; ++d) keys[int64_t(d) * pool.block_size] = key[d];
+        copy(kv + (pool.num_kv_heads + head) * dim, pool.at<T>(block, layer, 1, head) + int64_t(slot) * dim, dim);
+    }
+}
+
 inline void place(const Model& model, const Layer& layer, int index, const Pool& pool, const Span& span, int position, float* qkv) {
     const int dim = model.head_dim, turned = model.num_heads + model.num_kv_heads;
     const float scale = LOG2_E / std::sqrt(float(dim));  // scores are exponents of 2
@@ -78,29 +104,26 @@ inline void place(const Model& model, const Layer& layer, int index, const Pool&
         if (head < model.num_heads)
             for (int d = 0; d < dim; ++d) x[d] *= scale;
     }
-    const int block = span.blocks[position / pool.block_size], slot = position % pool.block_size;
-    for (int head = 0; head < model.num_kv_heads; ++head) {
-        const float *key = qkv + (model.num_heads + head) * dim, *value = key + model.num_kv_heads * dim;
-        float* keys = pool.at(block, index, 0, head) + slot;
-        for (int d = 0; d < dim; ++d) keys[int64_t(d) * pool.block_size] = key[d];
-        std::memcpy(pool.at(block, index, 1, head) + int64_t(slot) * dim, value, sizeof(float) * dim);
-    }
+    if (pool.has_float16)
+        write_kv<Float16>(pool, index, span, position, qkv + model.num_heads * dim);
+    else
+        write_kv<float>(pool, index, span, position, qkv + model.num_heads * dim);
 }
 
 // A single token's keys are shared among the threads, a segment each.
 inline int num_segments(const Span& span) { return span.num_tokens > 1 ? 1 : span.start / SEGMENT + 1; }
 
 // The attention of a step in units of work, the longest first of each sequence.
-inline void plan_attention(const Model& model, Scratch& scratch, const Span* spans, int num_spans) {
-    const int group = model.num_heads / model.num_kv_heads, per_unit = queries_of_unit(group);
+inline void plan_attention(const Model& model, Scratch& scratch, const Span* spans, int num_spans, int num_threads) {
+    const int group = model.num_heads / model.num_kv_heads;
     int64_t partials = 0;
     scratch.units.clear();
     for (int index = 0; index < num_spans; ++index) {
         const Span& span = spans[index];
         for (int i = 0; i < span.num_tokens; ++i) scratch.span_of[span.row + i] = index;
-        const int segments = num_segments(span);
-        for (int first = (span.num_tokens - 1) / per_unit * per_unit; first >= 0; first -= per_unit)
-            for (int head = 0; head < model.num_kv_heads; ++head)
+        const int segments = num_segments(span), per_unit = queries_of_unit(span.num_tokens, model.num_kv_heads, group, num_threads);
+        for (int head = 0; head < model.num_kv_heads; ++head)
+            for (int first = (span.num_tokens - 1) / per_unit * per_unit; first >= 0; first -= per_unit)
                 for (int segment = 0; segment < segments; ++segment) {
                     scratch.units.push_back({index, first, std::min(per_unit, span.num_tokens - first), head, segments > 1 ? segment : -1, partials});
                     if (segments > 1) partials += int64_t(group) * (2 + model.head_dim);
@@ -135,7 +158,7 @@ inline void forward(const Model& model, Crew& crew, Scratch& scratch, const Pool
     scratch.attended.resize(int64_t(num_tokens) * q_size);
     scratch.inner.resize(int64_t(num_tokens) * model.intermediate);
     scratch.span_of.resize(num_tokens);
-    plan_attention(model, scratch, spans, num_spans);
+    plan_attention(model, scratch, spans, num_spans, crew.num_threads());
     float *normed = scratch.normed.data(), *qkv = scratch.qkv.data(), *attended = scratch.attended.data(), *inner = scratch.inner.data();
     Rows8* rows8 = model.in_bytes ? &scratch.rows8 : nullptr;
     const auto as_bytes = [&](const float* from, int cols) {
@@ -175,7 +198,11 @@ inline void forward(const Model& model, Crew& crew, Scratch& scratch, const Pool
         });
         crew.phase(int(scratch.units.size()), [&](int unit) {
             const AttentionUnit& part = scratch.units[unit];
-            attend(pool, index, spans[part.span], part, group, qkv, qkv_size, attended, q_size, scratch.partials.data());
+            const Span& span = spans[part.span];
+            const auto run = !pool.has_float16   ? attend<float, FloatRows>
+                             : span.is_prompt ? attend<Float16, SplitRows>
+                                              : attend<Float16, FloatRows>;
+            run(pool, index, span, part, group, qkv, qkv_size, attended, q_size, scratch.partials.data());
         });
         merge_segments(model, scratch, spans, attended);
         as_bytes(attended, q_size);

@@ -35,9 +35,9 @@ void disagg_product(Crew* crew, const Matrix* weights, const Matrix* up, const f
 Scratch* disagg_scratch_new() { return new Scratch; }
 void disagg_scratch_free(Scratch* scratch) { delete scratch; }
 
-void disagg_forward(const Model* model, Crew* crew, Scratch* scratch, float* pool, int block_size, const Span* spans, int num_spans,
-                    const int32_t* tokens, int num_tokens, float* x) {
-    const Pool paged{pool, model->num_layers, model->num_kv_heads, block_size, model->head_dim};
+void disagg_forward(const Model* model, Crew* crew, Scratch* scratch, void* pool, int has_float16, int block_size, const Span* spans,
+                    int num_spans, const int32_t* tokens, int num_tokens, float* x) {
+    const Pool paged{pool, has_float16 != 0, model->num_layers, model->num_kv_heads, block_size, model->head_dim};
     forward(*model, *crew, *scratch, paged, spans, num_spans, tokens, num_tokens, x);
 }
 

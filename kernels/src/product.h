@@ -35,45 +35,57 @@ struct Product {
     bool in_bytes() const { return x8 != nullptr && weights->is_quantised() && (up == nullptr || up->is_quantised()); }
 };
 
-// Weights as floats in panels: row k of panel p lies at at[k / length * num_panels + p] + k % length * stride.
+// A right factor in panels: row k of panel p lies at at[k / length * num_panels + p] + k % length * stride.
+template <class T = float>
 struct Panels {
-    const float* const* at;
+    const T* const* at;
     int num_panels, length;
     int64_t stride;
-    const float* const* next = nullptr;  // laid out alike: what is multiplied after these, to be fetched meanwhile
+    const T* const* next = nullptr;  // laid out alike: what is multiplied after these, to be fetched meanwhile
 };
 
 // acc[row][p][..] += x[row][k] · w[first + p][k][..] over depth values of k, for NUM panels; rows lie strides apart.
-template <int R, int NUM>
-inline void multiply_tile(float* acc, int64_t acc_stride, const float* x, int64_t x_stride, const Panels& w, int first, int depth) {
-    vf sums[NUM][R][NV];
+template <int R, int NUM, class T>
+inline void multiply_tile(float* acc, int64_t acc_stride, const float* x, int64_t x_stride, const Panels<T>& w, int first, int depth) {
+    vf sums[NUM][R][NV];  // in registers, which takes loops without turns
+#pragma GCC unroll 4
     for (int p = 0; p < NUM; ++p)
+#pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
             for (int v = 0; v < NV; ++v) sums[p][r][v] = load(acc + r * acc_stride + p * PANEL + v * LANES);
-    const float* const* next = w.next == nullptr ? w.at : w.next;  // fetching what is here costs nothing
+    const T* const* next = w.next == nullptr ? w.at : w.next;  // fetching what is here costs nothing
     next += first;
-    for (const float* const* at = w.at + first; depth > 0; depth -= w.length, x += w.length, at += w.num_panels, next += w.num_panels)
+    for (const T* const* at = w.at + first; depth > 0; depth -= w.length, x += w.length, at += w.num_panels, next += w.num_panels)
         for (int k = 0; k < std::min(depth, w.length); ++k) {
             if constexpr (R <= FEW)
+#pragma GCC unroll 4
                 for (int p = 0; p < NUM; ++p) __builtin_prefetch(next[p] + k * w.stride, 0, 2);
             vf row[NUM][NV];
+#pragma GCC unroll 4
             for (int p = 0; p < NUM; ++p)
+#pragma GCC unroll 4
                 for (int v = 0; v < NV; ++v) row[p][v] = load(at[p] + k * w.stride + v * LANES);
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
                 const vf value = all(x[r * x_stride + k]);
+#pragma GCC unroll 4
                 for (int p = 0; p < NUM; ++p)
+#pragma GCC unroll 4
                     for (int v = 0; v < NV; ++v) sums[p][r][v] += value * row[p][v];
             }
         }
+#pragma GCC unroll 4
     for (int p = 0; p < NUM; ++p)
+#pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
             for (int v = 0; v < NV; ++v) store(acc + r * acc_stride + p * PANEL + v * LANES, sums[p][r][v]);
 }
 
 // As many panels at once as the registers hold: few rows would wait for their own sums.
-template <int R = ROWS>
-inline void multiply_rows(int num_rows, float* acc, int64_t acc_stride, const float* x, int64_t x_stride, const Panels& w, int depth) {
+template <int R = ROWS, class T>
+inline void multiply_rows(int num_rows, float* acc, int64_t acc_stride, const float* x, int64_t x_stride, const Panels<T>& w, int depth) {
     if constexpr (R > 0) {
         if (num_rows != R) return multiply_rows<R - 1>(num_rows, acc, acc_stride, x, x_stride, w, depth);
         constexpr int NUM = 4 * R <= SUMS ? 4 : 2 * R <= SUMS ? 2 : 1;
@@ -85,7 +97,8 @@ inline void multiply_rows(int num_rows, float* acc, int64_t acc_stride, const fl
 }
 
 // acc[num_rows][panels · PANEL] += x · w, for any number of rows.
-inline void multiply(int num_rows, float* acc, int64_t acc_stride, const float* x, int64_t x_stride, const Panels& w, int depth) {
+template <class T>
+inline void multiply(int num_rows, float* acc, int64_t acc_stride, const float* x, int64_t x_stride, const Panels<T>& w, int depth) {
     for (int row = 0; row < num_rows; row += ROWS)
         multiply_rows(std::min(ROWS, num_rows - row), acc + row * acc_stride, acc_stride, x + row * x_stride, x_stride, w, depth);
 }
@@ -168,7 +181,10 @@ inline void few_rows_units(int num_rows, const Product& product, int first_panel
 // acc[rows][PANEL] of one panel and any number of rows up to MOST_ROWS.
 template <class F>
 inline void many_rows(const Matrix& weights, int panel, int num_rows, const float* x, int64_t x_stride, float* acc) {
-    alignas(64) static thread_local float expanded[DEPTH * PANEL];
+    struct alignas(64) Expanded {
+        float at[DEPTH * PANEL];
+    };
+    float* expanded = own<Expanded>().at;
     static_assert(DEPTH % F::GROUP == 0);
     std::memset(acc, 0, sizeof(float) * PANEL * num_rows);
     const uint8_t* groups[1] = {weights.panel(panel)};
@@ -181,12 +197,15 @@ inline void many_rows(const Matrix& weights, int panel, int num_rows, const floa
             groups[0] += F::BYTES;
         }
         const float* const at[] = {expanded};
-        multiply(num_rows, acc, PANEL, x + start, x_stride, {at, 1, DEPTH, PANEL}, depth);
+        multiply(num_rows, acc, PANEL, x + start, x_stride, Panels<>{at, 1, DEPTH, PANEL}, depth);
     }
 }
 
 inline void panels_unit(const Product& product, int first_row, int num_rows, int first_panel, int num_panels) {
-    alignas(64) static thread_local float acc[MOST_ROWS * PANEL], up[MOST_ROWS * PANEL];
+    struct alignas(64) Sums {
+        float acc[MOST_ROWS * PANEL], up[MOST_ROWS * PANEL];
+    };
+    auto& [acc, up] = own<Sums>();
     const float* x = product.x + first_row * product.x_stride;
     const int end = std::min(first_panel + num_panels, product.weights->num_panels());
     for (int panel = first_panel; panel < end; ++panel) {

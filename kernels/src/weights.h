@@ -16,7 +16,7 @@ enum class Codes { NIBBLES, BYTES, FLOATS, BFLOATS };
 
 struct Half {
     using Stored = uint16_t;
-    static vf load(const uint8_t* from) { return load_halves(reinterpret_cast<const uint16_t*>(from)); }
+    static vf load(const uint8_t* from) { return ::load(reinterpret_cast<const Float16*>(from)); }
 };
 
 struct Full {

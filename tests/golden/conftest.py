@@ -102,6 +102,7 @@ class Rig:
         files: ModelFiles,
         *,
         dtype: str = "float32",
+        kv_dtype: str = "",
         block_size: int = 16,
         num_tokens: int = 2048,
         vocab_size: int = 1 << 30,
@@ -111,6 +112,7 @@ class Rig:
         engine = load_engine(
             files,
             dtype=dtype,
+            kv_dtype=kv_dtype,
             block_size=block_size,
             vocab_size=vocab_size,
             device="cpu",

@@ -30,6 +30,7 @@ class Setup:
         loaded = load_engine(
             case.files,
             dtype="float32",
+            kv_dtype="float16",
             block_size=BLOCK_SIZE,
             vocab_size=self.vocab_size,
             device="cpu",

@@ -197,29 +197,37 @@ class Small:
         data, values = stored(kind, rows, cols, self._seed)
         return matrix(self._crew, kind, data, values)
 
-    def pool(self, num_blocks: int, block_size: int) -> Tensor:
-        return torch.full((num_blocks, self.num_layers, 2, self.num_kv_heads, block_size, self.head_dim), float("nan"))
+    def pool(self, num_blocks: int, block_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        shape = (num_blocks, self.num_layers, 2, self.num_kv_heads, block_size, self.head_dim)
+        return torch.full(shape, float("nan"), dtype=dtype)
 
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_tokens_result_does_not_depend_on_how_it_was_computed(crew: Crew, data: st.DataObject) -> None:
-    """Whole prompts, chunks, single tokens, alone or with others, in blocks of any size: the same bits, in a pool full of NaN."""
+    """Whole prompts, chunks, single tokens, alone or with others, in blocks of any size: the same bits, in a pool full of NaN.
+
+    Likewise for an answer, in which there may be other bits than in a prompt.
+    """
     small = Small(crew, in_bytes=data.draw(st.booleans()), head_dim=data.draw(st.sampled_from([20, 32])))
     num_tokens = data.draw(st.integers(1, 150) | st.integers(500, 1100))  # some over a segment of keys, or two
     block_size = data.draw(st.sampled_from([1, 7, 16, 64]))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float16]))
+    is_prompt = data.draw(st.booleans())
     tokens = torch.randint(0, small.vocab, (num_tokens,), generator=torch.Generator().manual_seed(num_tokens)).tolist()
     num_blocks = -(-num_tokens // block_size)
-    expected = small.decoder.forward([Work(range(num_blocks), 0, num_tokens)], tokens, small.pool(num_blocks, block_size))
+    expected = small.decoder.forward(
+        [Work(range(num_blocks), 0, num_tokens, is_prompt)], tokens, small.pool(num_blocks, block_size, dtype)
+    )
     assert expected.isfinite().all()
 
-    pool = small.pool(2 * num_blocks, block_size)
+    pool = small.pool(2 * num_blocks, block_size, dtype)
     blocks = data.draw(st.permutations(range(2 * num_blocks)))
     mine, others = blocks[:num_blocks], blocks[num_blocks:]
     start, parts = 0, []
     while start < num_tokens:
         size = data.draw(st.integers(1, num_tokens - start))
-        spans, line = [Work(mine, start, size)], tokens[start : start + size]
+        spans, line = [Work(mine, start, size, is_prompt)], tokens[start : start + size]
         if data.draw(st.booleans()):
             spans, line = [Work(others, 0, min(start + 1, 9)), *spans], tokens[: min(start + 1, 9)] + line
         parts.append(small.decoder.forward(spans, line, pool)[-size:])
@@ -237,3 +245,19 @@ def test_the_number_of_threads_changes_nothing(crew: Crew) -> None:
         small = Small(Crew(crew.lib, num_threads))
         results += [small.decoder.forward([Work(range(5), 0, 80)], tokens, small.pool(5, 16)) for _ in range(30)]
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("head_dim", [20, 64])
+def test_every_set_of_instructions_attends_alike(crew: Crew, head_dim: int) -> None:
+    """Over a pool of float16, which some split into two numbers of 8 bits, as over one that is read as floats."""
+    tokens = torch.randint(0, Small.vocab, (700,), generator=torch.Generator().manual_seed(1)).tolist()
+    other = native.library(BUILT[-1])
+    assert other is not None
+    results = []
+    for threads in (crew, Crew(other, 1)):
+        small = Small(threads, in_bytes=False, head_dim=head_dim)
+        pool = small.pool(44, 16, torch.float16)
+        results.append((small.decoder.forward([Work(range(44), 0, 700)], tokens, pool), pool))
+    (found, found_kv), (expected, expected_kv) = results
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    torch.testing.assert_close(found_kv, expected_kv, rtol=2e-3, atol=2e-3, equal_nan=True)
