@@ -134,6 +134,7 @@ inline void few_rows(const Matrix& weights, int first_panel, const float* x, int
     const uint8_t* groups[NUM];
     for (int p = 0; p < NUM; ++p) groups[p] = weights.panel(first_panel + p);
     for (int start = 0; start < weights.cols; start += F::GROUP) {
+        for (int p = 0; p < NUM; ++p) fetch_ahead<F>(groups[p]);
         expand<F, NUM>(groups, [&](int k, const vf(&w)[NUM][NV]) __attribute__((always_inline)) {
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {

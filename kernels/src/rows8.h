@@ -129,6 +129,7 @@ inline void multiply_rows8(const Matrix& weights, int panel, const Rows8& x, int
     vf totals[R][NV] = {};
     const uint8_t* at = weights.panel(panel);
     for (int group = 0; group < num_groups; ++group, at += F::BYTES) {
+        fetch_ahead<F>(at);
         const int64_t shared = int64_t(group * F::GROUP / SHARING) * x.rows + first_row;
         const float *scales = x.scales.data() + shared, *shifts = x.shifts.data() + shared;
         for (int v = 0; v < NV; ++v) {

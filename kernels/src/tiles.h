@@ -41,6 +41,7 @@ struct Spread {
 
     void set(const uint8_t* at, int num_groups) {
         for (int group = 0; group < num_groups; ++group, at += F::BYTES) {
+            fetch_ahead<F>(at);
             uint8_t* to = codes + group * F::GROUP * PANEL;
             if constexpr (F::CODES == Codes::NIBBLES) {
                 vu w[F::GROUP / 4];

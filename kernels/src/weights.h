@@ -79,6 +79,16 @@ struct Matrix {
     uint8_t* panel(int index) const { return data.get() + index * panel_bytes; }
 };
 
+// Asks for what lies AHEAD of a group that is being read: the hardware alone does not keep memory busy while there is much to
+// compute. Beyond the end of the weights nothing comes of it.
+constexpr int AHEAD = 3072;  // bytes
+
+template <class F>
+inline void fetch_ahead(const uint8_t* group) {
+#pragma GCC unroll 16
+    for (int line = 0; line < F::BYTES; line += 64) __builtin_prefetch(group + AHEAD + line);
+}
+
 // Calls body(k, w) for each k of one group of NUM panels, where w[panel][vector] are the weights of its outputs.
 template <class F, int NUM, class Body>
 inline __attribute__((always_inline)) void expand(const uint8_t* const (&groups)[NUM], Body&& body) {
