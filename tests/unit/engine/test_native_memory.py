@@ -13,8 +13,8 @@ FLAGS = ["-std=c++20", "-O1", "-march=native", "-fno-math-errno", "-fno-trapping
 
 
 @pytest.mark.slow
-def test_products_read_and_write_only_what_is_theirs(tmp_path: Path) -> None:
-    """Whatever this processor has instructions for; and each row is what it is alone."""
+def test_the_kernels_read_and_write_only_what_is_theirs(tmp_path: Path) -> None:
+    """Products and attention, with whatever instructions this processor has; and their results are right."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
