@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, TimeoutError
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,7 +42,6 @@ _MAX_STEP_ITEMS = 5_000
 library's 50,000 a step takes 0.7 s, for which every stream of the worker waits, and at this 40 ms. 500 optional properties
 need 2,100."""
 
-_VOCABULARY_S = 30.0
 _LOOK_AHEAD = 64  # bytes
 _LONGEST_MESSAGE = 280
 _NOTHING_FITS = ("NoExtension", "NoExtensionBias")  # the library's words
@@ -183,44 +180,6 @@ class Compiler:
         if compiled.is_error():
             raise GrammarError(_one_line(compiled.get_error()))
         return compiled
-
-
-class LateCompiler:
-    """A Compiler that ``make`` makes once, in a thread of its own: after ``start``, or for the first who asks, who waits for it.
-
-    Like a Compiler it belongs to one thread.
-    """
-
-    def __init__(self, make: Callable[[], Compiler]) -> None:
-        self._make = make
-        self._compiler: Future[Compiler] = Future()
-        self._has_started = False
-
-    def start(self) -> None:
-        """Begin, unless that has been done."""
-        if not self._has_started:
-            self._has_started = True
-            threading.Thread(target=self._run, name="grammar vocabulary", daemon=True).start()
-
-    def matcher(self, grammar: str, stop_token_ids: Collection[int]) -> Matcher:
-        return self._made().matcher(grammar, stop_token_ids)
-
-    def forget(self, grammar: str) -> None:
-        if self._compiler.done():  # else there is nothing to forget
-            self._made().forget(grammar)
-
-    def _made(self) -> Compiler:
-        self.start()
-        try:
-            return self._compiler.result(_VOCABULARY_S)
-        except TimeoutError:
-            raise GrammarError(f"the vocabulary has not been read within {_VOCABULARY_S:.0f} s") from None
-
-    def _run(self) -> None:
-        try:
-            self._compiler.set_result(self._make())
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must reach the one who asks
-            self._compiler.set_exception(GrammarError(f"the vocabulary cannot be read: {error}"))
 
 
 class Matcher:

@@ -24,7 +24,7 @@ from disagg import log as logging_setup
 from disagg.channel import ChannelClosed, Connection
 from disagg.cores import Cores, Occupancy, Turns
 from disagg.errors import DisaggError, ProtocolError, StartupError
-from disagg.grammar import Compiler, LateCompiler
+from disagg.grammar import Compiler
 from disagg.handoff.host_pool import Backing, create_pool
 from disagg.handoff.shm import ShmTransport
 from disagg.handoff.transport import Transport
@@ -89,6 +89,7 @@ def _serve(connection: Connection, settings: Configure, occupancy: Occupancy) ->
         progress=reporter.report,
         compiler=compiler,
     )
+    forget_files()
     layout = engine.layout
     num_blocks = settings.kv_nbytes // layout.block_nbytes
     pool_fd, pool = create_pool(num_blocks * layout.block_nbytes, f"disagg-{settings.run_id}-{settings.worker}")
@@ -100,36 +101,27 @@ def _serve(connection: Connection, settings: Configure, occupancy: Occupancy) ->
     load_s = time.monotonic() - started
     connection.send(Ready(VERSION, layout, num_blocks, settings.device, _num_threads(), load_s, transports.address), [pool_fd])
     os.close(pool_fd)  # the parent hands it to the peers; this process has its mapping
-    if compiler is None:
-        forget_files()  # else when the vocabulary has been read
     pace_s = settings.pace_s if settings.role == "decode" else 0.0
     turns = Turns(occupancy, Cores(settings.cpus, settings.lent_cpus), pace_s)
-
-    def back_pool() -> None:
-        backing.reach(worker.pool.num_touched * layout.block_nbytes)
-
     try:
-        _run(connection, worker, transports, back_pool, turns, compiler)
+        _run(connection, worker, transports, lambda: backing.reach(worker.pool.num_touched * layout.block_nbytes), turns)
     finally:
         backing.close()
         transports.close()
 
 
-def _compiler(files: ModelFiles, vocab_size: int) -> LateCompiler:
-    """For requests with a grammar. Its vocabulary is read when the worker is idle, or else for the first of them, if any comes.
+def _compiler(files: ModelFiles, vocab_size: int) -> Compiler | None:
+    """For requests with a grammar; None where the vocabulary cannot be read, and they are refused. Raises StartupError.
 
-    That takes 0.4 s for 50,000 tokens, 0.1 s of it in one piece, with the interpreter lock. Nothing can interrupt it: steps for
-    work that comes meanwhile are late by as much. Until then the parsed model file stays, 20 MB. Raises StartupError.
+    It takes 0.4 s for 50,000 tokens, most of it with the interpreter's lock: after the start streams would pause for it.
     """
     if not grammar.is_installed():
         raise StartupError(f"the server promises grammars, which need llguidance, and this host lacks it: {grammar.INSTALL}")
-
-    def make() -> Compiler:
-        vocabulary = grammar_vocabulary(load_tokenizer(files), vocab_size)
-        forget_files()
-        return Compiler(vocabulary)
-
-    return LateCompiler(make)
+    try:
+        return Compiler(grammar_vocabulary(load_tokenizer(files), vocab_size))
+    except Exception as error:  # noqa: BLE001 - whatever it is, other requests can be served
+        log.warning("requests with a grammar will be refused: the vocabulary cannot be read", reason=str(error))
+        return None
 
 
 def _far_transport(settings: Configure, layout: KVLayout, pool: memoryview) -> Transport | None:
@@ -142,19 +134,12 @@ def _far_transport(settings: Configure, layout: KVLayout, pool: memoryview) -> T
     return UcxTransport(settings.worker, layout, pool, tls=config.ucx_tls, devices=config.ucx_devices, stall_s=config.stall_s)
 
 
-def _run(
-    connection: Connection,
-    worker: Worker,
-    transports: Transports,
-    back_pool: Callable[[], None],
-    turns: Turns,
-    compiler: LateCompiler | None,
-) -> None:
+def _run(connection: Connection, worker: Worker, transports: Transports, back_pool: Callable[[], None], turns: Turns) -> None:
     """The worker's life: look for messages between steps, without waiting while there is something to compute and it is its turn.
 
-    ``back_pool`` is called after every step. ``compiler`` is started when nothing was computed from one heartbeat to the next.
+    ``back_pool`` is called after every step.
     """
-    is_busy, told_at, next_at = True, 0.0, 0.0  # loading was work
+    is_busy, told_at, next_at = False, 0.0, 0.0
     while True:
         now = time.monotonic()
         if is_busy:
@@ -180,8 +165,6 @@ def _run(
         if now - told_at >= HEARTBEAT_S or (was_busy and not is_busy):
             connection.send(msgspec.structs.replace(worker.stats(), received=connection.num_received))
             told_at = now
-            if compiler is not None and not (was_busy or is_busy) and worker.pool.is_idle:  # no hand-over or probe holds a block
-                compiler.start()
 
 
 def _receive_settings(connection: Connection) -> tuple[Configure, list[Message]]:

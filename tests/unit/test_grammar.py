@@ -6,8 +6,6 @@ import itertools
 import json
 import random
 import re
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -18,7 +16,7 @@ from hypothesis import strategies as st
 
 from disagg import grammar
 from disagg.errors import GrammarError
-from disagg.grammar import Compiler, LateCompiler, Matcher, Vocabulary
+from disagg.grammar import Compiler, Matcher, Vocabulary
 from disagg.model import find_model
 from disagg.text.grammar_vocabulary import grammar_vocabulary
 from disagg.text.tokenizer import load_tokenizer
@@ -235,47 +233,6 @@ def test_ids_beyond_the_models_are_no_tokens() -> None:
     assert compiler.matcher(grammar.regex("[a-z]"), [END]).allowed(may_stop=True).tolist()[97:] == [True] * 3
     with pytest.raises(GrammarError, match="nothing can follow"):
         compiler.check(grammar.regex("z"))
-
-
-def test_a_late_compiler_is_waited_for_and_its_fault_is_told() -> None:
-    """Whoever asks before the vocabulary has been read gets the matcher all the same; or the reason why there is none."""
-    may_go_on = threading.Event()
-
-    def make() -> Compiler:
-        assert may_go_on.wait(10.0)
-        return COMPILER
-
-    late = LateCompiler(make)
-    with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(late.matcher, grammar.regex("a"), [END])
-        assert not asked.done()
-        may_go_on.set()
-        assert ids(asked.result(10.0).allowed(may_stop=True)) == [ord("a")]
-    broken = LateCompiler(lambda: Compiler(grammar_vocabulary(load_tokenizer(find_model("/nowhere")))))
-    with pytest.raises(GrammarError, match=r"the vocabulary cannot be read: .*nowhere"):
-        broken.matcher(grammar.regex("a"), [END])
-
-
-def test_a_late_compiler_reads_once() -> None:
-    """However often it is started, before it is asked and after."""
-    may_go_on = threading.Event()
-    made = []
-
-    def make() -> Compiler:
-        made.append("once")
-        assert may_go_on.wait(10.0)
-        return COMPILER
-
-    before = threading.enumerate()
-    late = LateCompiler(make)
-    late.start()
-    late.start()
-    readers = [thread for thread in threading.enumerate() if thread not in before]
-    may_go_on.set()
-    late.matcher(grammar.regex("a"), [END])
-    late.start()
-    assert made == ["once"]
-    assert len(readers) == 1
 
 
 def test_a_forgotten_grammar_is_compiled_again() -> None:
