@@ -29,6 +29,7 @@ ORDER = "block,layer,kv,head; keys dim,slot; values slot,dim"
 """How the kernels lay out the KV pool: the keys of a block are ready to be multiplied with."""
 
 POOL_TYPES = ("float32", "float16")
+"""Types of the KV pool; the kernels compute in float32."""
 
 TYPES = {
     **{"F32": 0, "F16": 1, "BF16": 30},

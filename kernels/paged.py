@@ -31,7 +31,10 @@ of 1024 to 16384: the copy stays in the cache until it is read, and a group is w
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One sequence's part of a step: queries for positions ``start … start + num_tokens - 1``; ``blocks`` cover them all."""
+    """One sequence's part of a step: queries for positions ``start … start + num_tokens - 1``; ``blocks`` cover them all.
+
+    ``is_prompt``: else they are the answer's. The compiled kernels may compute a prompt's in another way.
+    """
 
     blocks: Sequence[int]
     start: int
@@ -154,12 +157,8 @@ def prefill_attention(out: Tensor, q: Tensor, pool: Tensor, layer: int, part: Pr
     num_kv_heads, block_size, head_dim = pool.shape[3:]
     num_tokens, num_heads, _ = q.shape
     group = num_heads // num_kv_heads
-    kv = (
-        _layer_rows(pool, layer, block_size * head_dim)
-        .index_select(0, part.pieces)
-        .view(2, num_kv_heads, -1, head_dim)
-        .to(q.dtype)
-    )
+    kv = _layer_rows(pool, layer, block_size * head_dim).index_select(0, part.pieces).to(q.dtype)
+    kv = kv.view(2, num_kv_heads, -1, head_dim)
     q, out = q.view(num_tokens, num_kv_heads, group, head_dim), out.view(num_tokens, num_kv_heads, group, head_dim)
     for first in range(0, num_tokens, TILE):
         rows = slice(first, min(first + TILE, num_tokens))

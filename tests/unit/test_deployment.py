@@ -118,3 +118,18 @@ def test_a_worker_in_another_role_is_as_if_it_had_been_planned_so() -> None:
     assert others(in_role(prefill, Role.DECODE)) == others(decode)
     assert others(in_role(decode, Role.PREFILL)) == others(prefill)
     assert in_role(in_role(prefill, Role.MIXED), Role.PREFILL) == prefill
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (Config(), "float16"),
+        (Config(model=ModelConfig(activations="float32")), "float32"),
+        (Config(model=ModelConfig(dtype="bfloat16")), "bfloat16"),
+        (Config(kv=KVConfig(dtype="float32")), "float32"),
+        (Config(model=ModelConfig(activations="float32"), kv=KVConfig(dtype="float16")), "float16"),
+    ],
+)
+def test_keys_and_values_are_no_finer_than_what_is_computed_with(config: Config, expected: str) -> None:
+    """Where activations are bytes float16 is the default; what is configured comes first."""
+    assert {worker.kv_dtype for worker in planned(config).workers} == {expected}
