@@ -103,7 +103,7 @@ inline void store(Float16* to, vf value) {
     _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT));
 #else
     for (int lane = 0; lane < LANES; ++lane) {
-        const _Float16 half = value[lane];
+        const __fp16 half = value[lane];  // ARM's own: GCC 12 has no _Float16 in C++ there
         std::memcpy(to + lane, &half, sizeof half);
     }
 #endif

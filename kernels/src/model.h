@@ -199,9 +199,9 @@ inline void forward(const Model& model, Crew& crew, Scratch& scratch, const Pool
         crew.phase(int(scratch.units.size()), [&](int unit) {
             const AttentionUnit& part = scratch.units[unit];
             const Span& span = spans[part.span];
-            const auto run = !pool.has_float16   ? attend<float, FloatRows>
-                             : span.is_prompt ? attend<Float16, SplitRows>
-                                              : attend<Float16, FloatRows>;
+            const auto run = !pool.has_float16 ? attend<float, FloatRows>
+                             : span.is_prompt  ? attend<Float16, SplitRows>
+                                               : attend<Float16, FloatRows>;
             run(pool, index, span, part, group, qkv, qkv_size, attended, q_size, scratch.partials.data());
         });
         merge_segments(model, scratch, spans, attended);

@@ -11,7 +11,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-constexpr int FEWEST = 24;   // rows that are worth tiles; with fewer memory takes as long
+constexpr int FEWEST = 24;   // rows that are worth tiles: fewer gained nothing by them
 constexpr int SPREAD = 512;  // k of a panel's codes and scales, laid out for the unit: 10 KiB
 static_assert(PANEL == TILE && LANES == TILE);
 
